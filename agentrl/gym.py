@@ -1,0 +1,493 @@
+# Generated from chapters/01-gym.ipynb by tools/export.py. Do not edit: edit the notebook.
+"""A gym for fixing bugs.
+
+What does one episode of a tool-using agent look like to a trainer?
+"""
+
+import ast
+import functools
+import operator
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "ACTIONS",
+    "BUILTINS",
+    "MAX_BITS",
+    "MAX_ITEMS",
+    "MAX_SOURCE",
+    "MAX_STEPS",
+    "BugFixEnv",
+    "EnvConfig",
+    "Rejected",
+    "Task",
+    "Tokenizer",
+    "build_tokenizer",
+    "make_env",
+    "make_tasks",
+    "run_tests",
+    "source_of",
+]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One broken function, the words that say what it should do, and its hidden tests.
+
+    Args:
+        name: unique name.
+        split: 'train' or 'heldout'.
+        family: the kind of fault, `wrong->right`. The splits share families, never programs.
+        goal: the words of the prompt.
+        params: the parameter names of the function.
+        program: the tokens of the faulty body; the token '\\n' ends a line.
+        fix: (wrong token, right token); this one replacement repairs the body.
+        tests: pairs (arguments, expected value); a tuple among them stands for a list.
+    """
+
+    name: str
+    split: str
+    family: str
+    goal: tuple[str, ...]
+    params: tuple[str, ...]
+    program: tuple[str, ...]
+    fix: tuple[str, str]
+    tests: tuple[tuple[tuple[Any, ...], Any], ...]
+
+
+def source_of(params: Sequence[str], program: Iterable[str]) -> str:
+    """Write the tokens of a body as the source text of a function `f`."""
+    lines = " ".join(program).split("\n")
+    return "\n    ".join([f"def f({', '.join(params)}):", *map(str.strip, lines)])
+
+
+class Rejected(Exception):
+    """A candidate program left the allow-list or its budget; `run_tests` never lets it escape."""
+
+
+MAX_SOURCE = 600  # characters
+MAX_STEPS = 500  # passes through loops and results of calls, per test
+MAX_ITEMS = 100  # in a list
+MAX_BITS = 64  # in an integer
+
+BUILTINS = {f.__name__: f for f in (abs, all, any, len, max, min, range, sorted, sum)}
+
+
+_STATEMENTS = "FunctionDef arguments arg Return Assign For While If Pass Break Continue"
+_EXPRESSIONS = (
+    "BinOp UnaryOp BoolOp Compare IfExp Call Name Constant List Tuple Subscript Slice "
+    "ListComp GeneratorExp comprehension Load Store"
+)
+_OPERATORS = "Add Sub Mult FloorDiv Mod Pow USub Not And Or Eq NotEq Lt LtE Gt GtE In NotIn"
+_ALLOWED = tuple(
+    getattr(ast, name) for name in f"{_STATEMENTS} {_EXPRESSIONS} {_OPERATORS}".split()
+)
+
+
+def _reason_against(node: ast.AST, names: set[str]) -> str | None:
+    """Say why a node is outside the allow-list, or return None if it is inside."""
+    if not isinstance(node, _ALLOWED):
+        return f"{type(node).__name__} is not allowed"
+    if isinstance(node, ast.Name) and node.id not in names:
+        return f"unknown name {node.id}"
+    if isinstance(node, ast.Constant) and type(node.value) not in (int, bool):
+        return f"a constant of type {type(node.value).__name__}"
+    if isinstance(node, ast.Call):
+        plain = isinstance(node.func, ast.Name) and node.func.id in BUILTINS and not node.keywords
+        return None if plain else "only plain calls of the allowed builtins"
+    if isinstance(getattr(node, "ctx", None), ast.Store):
+        return None if isinstance(node, ast.Name | ast.Tuple) else "only names can be assigned"
+    return None
+
+
+def _check(source: str) -> ast.Module:
+    """Parse one plain function `f` and raise `Rejected` if it leaves the allow-list."""
+    module = ast.parse(source)
+    function = module.body[0] if len(module.body) == 1 else None
+    if not isinstance(function, ast.FunctionDef) or function.name != "f":
+        raise Rejected("not one function named f")
+    nodes = list(ast.walk(function))
+    params = function.args
+    annotated = function.returns or any(p.annotation for p in params.args)
+    if (
+        annotated
+        or params.defaults
+        or sum(isinstance(n, ast.arg) for n in nodes) > len(params.args)
+    ):
+        raise Rejected("only plain parameters")
+    if any(isinstance(n, ast.FunctionDef) for n in nodes[1:]) or function.decorator_list:
+        raise Rejected("a function inside the function")
+    own = {p.arg for p in params.args}
+    own |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    if any(name.startswith("_") or name == "f" or name in BUILTINS for name in own):
+        raise Rejected("a name that hides one of ours")
+    for node in nodes:
+        if reason := _reason_against(node, own | set(BUILTINS)):
+            raise Rejected(reason)
+    return module
+
+
+def _bounded(value: Any) -> Any:
+    """Return `value` if it is a small number or a short flat sequence of them, else reject it."""
+    if type(value) in (list, tuple, range):
+        if len(value) > MAX_ITEMS:
+            raise Rejected(f"{len(value)} items exceed {MAX_ITEMS}")
+        for item in value:
+            if type(item) not in (int, bool):
+                raise Rejected(f"an item of type {type(item).__name__}")
+            _bounded(item)
+    elif type(value) is int and value.bit_length() > MAX_BITS:
+        raise Rejected(f"{value.bit_length()} bits exceed {MAX_BITS}")
+    return value
+
+
+_OPERATE = {
+    "Add": operator.add,
+    "Sub": operator.sub,
+    "Mult": operator.mul,
+    "FloorDiv": operator.floordiv,
+    "Mod": operator.mod,
+    "Pow": operator.pow,
+}
+
+
+def _binary(name: str, left: Any, right: Any) -> Any:
+    """Apply a binary operator; what could allocate much is refused before it runs."""
+    for sequence, count in ((left, right), (right, left)):
+        if (
+            name == "Mult"
+            and isinstance(sequence, list | tuple)
+            and len(sequence) * count > MAX_ITEMS
+        ):
+            raise Rejected(f"{len(sequence)} * {count} items exceed {MAX_ITEMS}")
+    if name == "Pow" and not 0 <= right <= MAX_BITS:
+        raise Rejected(f"exponent {right} outside 0..{MAX_BITS}")
+    return _bounded(_OPERATE[name](left, right))
+
+
+def _call(name: str, *args: ast.expr) -> ast.Call:
+    return ast.Call(ast.Name(name, ast.Load()), list(args), [])
+
+
+class _Instrument(ast.NodeTransformer):
+    """Put a step counter into each loop and a bound around each new value."""
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        return _call("_binary", ast.Constant(type(node.op).__name__), node.left, node.right)
+
+    def visit_For(self, node: Any) -> ast.AST:
+        self.generic_visit(node)
+        node.body.insert(0, ast.Expr(_call("_tick")))
+        return node
+
+    def visit_comprehension(self, node: ast.comprehension) -> ast.AST:
+        self.generic_visit(node)
+        node.ifs.insert(0, _call("_tick"))
+        return node
+
+    def visit_Call(self, node: Any) -> ast.AST:
+        self.generic_visit(node)
+        return (
+            node if isinstance(getattr(node, "ctx", None), ast.Store) else _call("_bounded", node)
+        )
+
+    visit_While = visit_For
+    visit_List = visit_Tuple = visit_ListComp = visit_Call
+
+
+# long: what is compiled, what it may call, and what happens when it may not
+@functools.lru_cache(maxsize=16_384)
+def _compile(source: str) -> tuple[Callable[..., Any], list[int]] | None:
+    """Return the guarded function and its step counter, or None for what is refused."""
+    counter = [0]
+
+    def tick() -> bool:
+        counter[0] += 1
+        if counter[0] > MAX_STEPS:
+            raise Rejected(f"more than {MAX_STEPS} steps")
+        return True
+
+    def bounded(value: Any) -> Any:
+        tick()  # what a builtin does inside is work too
+        return _bounded(value)
+
+    scope = {**BUILTINS, "_tick": tick, "_bounded": bounded, "_binary": _binary}
+    scope["__builtins__"] = {}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a candidate's bad style is not our output
+            module = ast.fix_missing_locations(_Instrument().visit(_check(source)))
+            exec(compile(module, "<candidate>", "exec"), scope)
+    except Exception:  # whatever the parser says of it, it is not a program
+        return None
+    return scope["f"], counter
+
+
+def _thaw(value: Any) -> Any:
+    """Turn the tuple that stands for a list into a fresh list."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _same(value: Any, expected: Any) -> bool:
+    """Compare types as well as values, also inside a list."""
+    if type(value) is not type(expected) or value != expected:
+        return False
+    return type(value) is not list or list(map(type, value)) == list(map(type, expected))
+
+
+def run_tests(source: str, tests: Sequence[tuple[tuple[Any, ...], Any]]) -> list[bool]:
+    """Run an untrusted function `f` on every test, inside an allow-list and a step budget.
+
+    Args:
+        source: the text of one function `f`.
+        tests: pairs (arguments, expected value); a tuple among them stands for a list.
+
+    Returns:
+        One verdict per test. A program that is refused, raises or exceeds its budget fails; nothing
+        that it does is raised here.
+    """
+    compiled = _compile(source) if len(source) <= MAX_SOURCE else None
+    if compiled is None:
+        return [False] * len(tests)
+    function, counter = compiled
+    verdicts = []
+    for args, expected in tests:
+        counter[0] = 0
+        try:
+            verdicts.append(_same(function(*map(_thaw, args)), _thaw(expected)))
+        except Exception:  # it fails its own test and nothing else
+            verdicts.append(False)
+    return verdicts
+
+
+# The expected values come from the correct body on these.
+_INPUTS: dict[tuple[str, ...], tuple[tuple[Any, ...], ...]] = {
+    ("a", "b"): ((2, 3), (5, 4), (-4, 2), (6, -1), (3, 3), (-2, -6)),
+    ("n",): ((4,), (7,), (0,), (-3,), (12,), (1,)),
+    ("xs",): tuple(
+        (xs,) for xs in ((3, 1, 2), (-1, 4, -5, 6), (0, 0), (7, 2), (-2, -3, -8), (5, 0, 9, 2))
+    ),
+}
+
+
+# long: the catalogue is data, one task a line
+_CATALOGUE = """
+-|+|train|sum two|a b|return a {+} b
+-|+|train|sum list|xs|s = 0 ; for x in xs : s = s {+} x ; return s
+-|+|heldout|increase number|n|return n {+} 2
+<|>|train|larger two|a b|return a if a {>} b else b
+<|>|train|keep positive list|xs|return [ x for x in xs if x {>} 0 ]
+<|>|heldout|sum positive list|xs|return sum ( x for x in xs if x {>} 0 )
+min|max|train|largest list|xs|return {max} ( xs )
+min|max|train|positive number|n|return {max} ( n , 0 )
+min|max|heldout|largest two|a b|return {max} ( a , b )
+any|all|train|all positive list|xs|return {all} ( x > 0 for x in xs )
+any|all|train|all zero list|xs|return {all} ( x == 0 for x in xs )
+any|all|heldout|all even list|xs|return {all} ( x % 2 == 0 for x in xs )
+1|0|train|first list|xs|return xs [ {0} ]
+1|0|train|total list|xs|s = {0} ; for x in xs : s = s + x ; return s
+1|0|heldout|above zero number|n|return n > {0}
+!=|==|train|even number|n|return n % 2 {==} 0
+!=|==|train|zero number|n|return n {==} 0
+!=|==|heldout|equal two|a b|return a {==} b
+//|%|train|remainder two|a b|return a {%} b
+//|%|train|last digit number|n|return n {%} 10
+//|%|heldout|odd number|n|return n {%} 2
+or|and|train|both positive two|a b|return a > 0 {and} b > 0
+or|and|train|between number|n|return 9 > n {and} n > 0
+or|and|heldout|both even two|a b|return a % 2 == 0 {and} b % 2 == 0
+**|*|train|sum squares list|xs|return sum ( x {*} x for x in xs )
+**|*|train|square number|n|return n {*} n
+**|*|heldout|product two|a b|return a {*} b
+3|2|train|double number|n|return n * {2}
+3|2|train|keep even list|xs|return [ x for x in xs if x % {2} == 0 ]
+3|2|heldout|double list|xs|return [ x * {2} for x in xs ]
+"""
+
+
+def _task(line: str) -> Task:
+    """Read one line of the catalogue and compute the expected values with the correct body."""
+    wrong, right, split, goal, params, body = line.split("|")
+    names = tuple(params.split())
+    tokens = body.replace(" ; ", " \n ").split(" ")
+    hole = "{" + right + "}"
+    correct = [right if token == hole else token for token in tokens]
+    program = tuple(wrong if token == hole else token for token in tokens)
+    scope: dict[str, Any] = {}
+    exec(source_of(names, correct), scope)  # our own text, not a candidate's
+    outputs = [scope["f"](*map(_thaw, args)) for args in _INPUTS[names]]
+    frozen = [tuple(out) if isinstance(out, list) else out for out in outputs]
+    return Task(
+        name=goal.replace(" ", "_"),
+        split=split,
+        family=f"{wrong}->{right}",
+        goal=tuple(goal.split()),
+        params=names,
+        program=program,
+        fix=(wrong, right),
+        tests=tuple(zip(_INPUTS[names], frozen, strict=True)),
+    )
+
+
+@functools.cache
+def _all_tasks() -> tuple[Task, ...]:
+    return tuple(map(_task, _CATALOGUE.strip().splitlines()))
+
+
+def make_tasks(split: str = "all") -> list[Task]:
+    """Return the 30 tasks of the gym, or one split of them.
+
+    Args:
+        split: 'all', 'train' (20 tasks) or 'heldout' (10 tasks).
+
+    Raises:
+        ValueError: for any other split.
+    """
+    if split not in ("all", "train", "heldout"):
+        raise ValueError(f"split must be 'all', 'train' or 'heldout', got {split!r}")
+    return [task for task in _all_tasks() if split in ("all", task.split)]
+
+
+ACTIONS = ("LOOK", "TEST", "EDIT", "SUBMIT")
+_MARKERS = ("<pad>", "<bos>", "<end>")
+_ANSWERS = ("ok", "fail", "done", "error", *(f"t{i}" for i in range(1, 7)))
+
+
+# long: a vocabulary and its two directions
+class Tokenizer:
+    """A vocabulary of whole words.
+
+    Attributes:
+        tokens: the word of each id; `len(tok)` is the vocabulary size.
+        program_tokens: the words that may stand in a program.
+        pad_id: the id of padding, 0.
+    """
+
+    def __init__(self, goal_words: Iterable[str], program_tokens: Iterable[str]) -> None:
+        program = sorted(set(program_tokens))
+        goal = sorted({f"'{word}" for word in goal_words})
+        self.tokens = [*_MARKERS, *ACTIONS, *_ANSWERS, *goal, *program]
+        self.program_tokens = frozenset(program)
+        self.pad_id = 0
+        self._ids = {token: i for i, token in enumerate(self.tokens)}
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def encode(self, words: Iterable[str]) -> list[int]:
+        """Return the id of each word; a word outside the vocabulary is a ValueError."""
+        words = list(words)
+        for index, word in enumerate(words):
+            if word not in self._ids:
+                raise ValueError(f"words[{index}] = {word!r} is not in the vocabulary")
+        return [self._ids[word] for word in words]
+
+    def decode(self, ids: Iterable[int]) -> list[str]:
+        """Return the word of each id; an id outside the vocabulary is a ValueError."""
+        ids = [int(i) for i in ids]
+        for index, i in enumerate(ids):
+            if not 0 <= i < len(self.tokens):
+                raise ValueError(f"ids[{index}] = {i} is outside 0..{len(self.tokens) - 1}")
+        return [self.tokens[i] for i in ids]
+
+
+def build_tokenizer(tasks: Iterable[Task]) -> Tokenizer:
+    """Build the vocabulary of a list of tasks; pass all tasks, so that both splits share ids."""
+    tasks = list(tasks)
+    return Tokenizer(
+        (word for task in tasks for word in task.goal),
+        (token for task in tasks for token in (*task.program, *task.fix)),
+    )
+
+
+@dataclass(frozen=True)
+class EnvConfig:
+    """Limits of an episode: `max_tokens` counts prompt, actions and observations together."""
+
+    max_tokens: int = 256
+
+
+# long: one state machine; its parts would only be read together
+class BugFixEnv:
+    """One episode of repairing one program, a token at a time.
+
+    Args:
+        task: what to repair.
+        tok: the vocabulary.
+        max_tokens: where the episode is cut, counting prompt, actions and observations.
+
+    Attributes:
+        done: whether the episode is over.
+        reward: 1.0 after a submission that passes every hidden test, else 0.0.
+        info: the task, the count of each action and of errors, and whether the episode was cut.
+
+    Raises:
+        ValueError: if the prompt alone fills `max_tokens`.
+    """
+
+    def __init__(self, task: Task, tok: Tokenizer, max_tokens: int = 256) -> None:
+        self.task, self.tok, self.max_tokens = task, tok, max_tokens
+        prompt = ["<bos>", *(f"'{word}" for word in task.goal), "<end>"]
+        if max_tokens <= len(prompt):
+            raise ValueError(f"max_tokens = {max_tokens} must exceed the prompt's {len(prompt)}")
+        self._prompt = tok.encode(prompt)
+        self.reset()
+
+    def reset(self) -> list[int]:
+        """Start again and return the token ids of the prompt."""
+        self.program = list(self.task.program)
+        self.done, self.reward = False, 0.0
+        self.info: dict[str, Any] = {"task": self.task, "truncated": False, "errors": 0}
+        self.info |= dict.fromkeys(ACTIONS, 0)
+        self._action: list[str] = []
+        self._used = len(self._prompt)
+        return list(self._prompt)
+
+    def step(self, token: int) -> tuple[list[int], bool]:
+        """Take one token of the agent; return the observation's token ids and whether it is over.
+
+        Raises:
+            RuntimeError: if the episode is over already.
+        """
+        if self.done:
+            raise RuntimeError("the episode is over; call reset() to start another")
+        known = 0 <= token < len(self.tok)
+        self._action.append(self.tok.tokens[token] if known else "<unknown>")
+        self._used += 1
+        answer: list[int] = []
+        if self._action[0] != "EDIT" or len(self._action) == 3:
+            words, self._action = self._act(*self._action), []
+            answer = self.tok.encode(words)[: self.max_tokens - self._used]
+        self._used += len(answer)
+        if self._used >= self.max_tokens and not self.done:
+            self.done = self.info["truncated"] = True
+        return answer, self.done
+
+    def _act(self, kind: str, old: str = "", new: str = "") -> list[str]:
+        """Carry out one complete action and return the words of its answer."""
+        if kind in ACTIONS:
+            self.info[kind] += 1
+        if kind == "LOOK":
+            return [*self.program, "<end>"]
+        if kind == "TEST":
+            failing = [f"t{i}" for i, passed in enumerate(self._verdicts(), 1) if not passed]
+            return ["fail", *failing, "<end>"] if failing else ["ok", "<end>"]
+        if kind == "SUBMIT":
+            self.done, self.reward = True, float(all(self._verdicts()))
+            return []
+        if kind == "EDIT" and self.program.count(old) == 1 and new in self.tok.program_tokens:
+            self.program[self.program.index(old)] = new
+            return ["done", "<end>"]
+        self.info["errors"] += 1
+        return ["error", "<end>"]
+
+    def _verdicts(self) -> list[bool]:
+        return run_tests(source_of(self.task.params, self.program), self.task.tests)
+
+
+def make_env(cfg: Any) -> Callable[[Task, Tokenizer], BugFixEnv]:
+    """Return a factory of environments; `cfg` has `max_tokens`, as `EnvConfig`."""
+    return functools.partial(BugFixEnv, max_tokens=cfg.max_tokens)

@@ -1,0 +1,267 @@
+# Generated from chapters/03-rollout.ipynb by tools/export.py. Do not edit: edit the notebook.
+"""Rollouts.
+
+What does sampling cost, and which tokens are the policy's?
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.gym import ACTIONS, EnvConfig, Task, Tokenizer, make_env
+
+__all__ = [
+    "RolloutConfig",
+    "Trajectory",
+    "behavior_stats",
+    "check_trajectories",
+    "collate",
+    "evaluate",
+    "pad_rows",
+    "sample_groups",
+]
+
+
+@dataclass(eq=False)
+class Trajectory:
+    """One episode as a trainer sees it; T tokens.
+
+    Attributes:
+        ids: token ids, prompt and tool output included, int64 [T].
+        action_mask: [T - 1]; 1 where the *next* token was sampled by the policy.
+        sample_logp: [T - 1]; log-probability of the next token when it was sampled, in nats; 0
+            where it was not.
+        reward: of the whole episode.
+        info: anything else; our sampler puts the `task` and the counts of `BugFixEnv.info` there.
+    """
+
+    ids: Tensor
+    action_mask: Tensor
+    sample_logp: Tensor
+    reward: float
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RolloutConfig(EnvConfig):
+    """How to sample: `group_size` episodes of each task, from the logits over `temperature`."""
+
+    group_size: int = 8
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1:
+            raise ValueError(f"group_size = {self.group_size} must be at least 1")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature = {self.temperature} must be positive")
+
+
+def _draw(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[list[int], list[float]]:
+    """Draw one token per row by inverting the distribution; return tokens and log-probabilities.
+
+    Args:
+        logits: [K, V].
+        uniform: [K], in [0, 1).
+    """
+    logp = (logits.cpu().double() / temperature).log_softmax(-1)
+    cumulative = logp.exp().cumsum(-1)
+    total = cumulative[:, -1:]
+    below = total.nextafter(torch.zeros_like(total))  # a draw that rounds up to it is out of range
+    token = torch.searchsorted(cumulative, (uniform[:, None] * total).minimum(below), right=True)
+    return token[:, 0].tolist(), logp.gather(-1, token)[:, 0].tolist()
+
+
+# long: one row of the batch
+class _Row:
+    """One episode in the making."""
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+        self.waiting = env.reset()[::-1]  # tokens that are not the policy's, last one first
+        self.ids: list[int] = []
+        self.sampled: list[bool] = []
+        self.logp: list[float] = []
+
+    def take(self, drawn: tuple[int, float] | None) -> bool:
+        """Take a waiting token, or the drawn one; return whether the episode goes on."""
+        token, logp = (self.waiting.pop(), 0.0) if self.waiting else drawn
+        if drawn is not None:
+            observation, _ = self.env.step(token)
+            self.waiting = observation[::-1]
+        self.ids.append(token)
+        self.sampled.append(drawn is not None)
+        self.logp.append(logp)
+        return bool(self.waiting) or not self.env.done
+
+    def trajectory(self) -> Trajectory:
+        return Trajectory(
+            ids=torch.tensor(self.ids),
+            action_mask=torch.tensor(self.sampled[1:], dtype=torch.bool),
+            sample_logp=torch.tensor(self.logp[1:], dtype=torch.float64),
+            reward=self.env.reward,
+            info=dict(self.env.info),
+        )
+
+
+# long: the sampler is one loop
+@torch.no_grad()
+def sample_groups(
+    model: nn.Module,
+    env_factory: Callable[[Task, Tokenizer], Any],
+    tasks: Sequence[Task],
+    tok: Tokenizer,
+    cfg: Any,
+    generator: torch.Generator,
+    *,
+    use_cache: bool = True,
+) -> list[Trajectory]:
+    """Sample `cfg.group_size` episodes of each task, group after group.
+
+    Args:
+        model: a `TinyAgent`, on any device.
+        env_factory: makes an environment from a task and a vocabulary, as `make_env(cfg)` does.
+        tasks: one group each.
+        cfg: has `group_size` and `temperature`, as `RolloutConfig`.
+        generator: of the draws, on the CPU. Each row uses one number per step, whatever the others
+            do, so the episodes depend on neither the device nor `use_cache`.
+        use_cache: keep keys and values; False runs every prefix again, to compare.
+
+    Returns:
+        len(tasks) * cfg.group_size trajectories.
+
+    Raises:
+        ValueError: if there are no tasks.
+    """
+    if not tasks:
+        raise ValueError("tasks is empty: there is nothing to sample")
+    device = next(model.parameters()).device
+    rows = [_Row(env_factory(task, tok)) for task in tasks for _ in range(cfg.group_size)]
+    cache = model.new_cache(len(rows)) if use_cache else None
+    alive, logits = list(range(len(rows))), torch.empty(0)
+    while alive:
+        uniform = torch.rand(len(rows), generator=generator, dtype=torch.float64)
+        drawing = [k for k, r in enumerate(alive) if not rows[r].waiting]
+        drawn: dict[int, tuple[int, float]] = {}
+        if drawing:
+            numbers = uniform[[alive[k] for k in drawing]]
+            draws = _draw(logits[drawing], numbers, cfg.temperature)
+            drawn = dict(zip(drawing, zip(*draws, strict=True), strict=True))
+        kept = [k for k, r in enumerate(alive) if rows[r].take(drawn.get(k))]
+        if cache is not None and 0 < len(kept) < len(alive):
+            cache = cache.select(torch.tensor(kept, device=device))
+        alive = [alive[k] for k in kept]
+        if alive:
+            new = [rows[r].ids[-1:] if use_cache else rows[r].ids for r in alive]
+            logits = model(torch.tensor(new, device=device), cache=cache)[:, -1]
+    return [row.trajectory() for row in rows]
+
+
+def check_trajectories(trajs: Sequence[Trajectory]) -> None:
+    """Raise a ValueError that names the first trajectory whose fields do not fit together."""
+    if len(trajs) == 0:
+        raise ValueError("trajs is empty")
+    for index, traj in enumerate(trajs):
+        tokens = len(traj.ids)
+        if traj.ids.ndim != 1 or tokens < 2:
+            raise ValueError(f"trajs[{index}].ids has shape {list(traj.ids.shape)}, needs [T >= 2]")
+        if traj.ids.is_floating_point() or traj.ids.dtype == torch.bool:
+            raise ValueError(f"trajs[{index}].ids is {traj.ids.dtype}, needs integers")
+        for name in ("action_mask", "sample_logp"):
+            shape = list(getattr(traj, name).shape)
+            if shape != [tokens - 1]:
+                raise ValueError(f"trajs[{index}].{name} has shape {shape}, needs [{tokens - 1}]")
+        mask = traj.action_mask
+        if mask.is_complex() or not ((mask == 0) | (mask == 1)).all():
+            raise ValueError(
+                f"trajs[{index}].action_mask ({mask.dtype}) has values besides 0 and 1"
+            )
+
+
+def pad_rows(rows: Sequence[Tensor], width: int, value: float) -> Tensor:
+    """Stack rows of different lengths, filled up on the right with `value`: [B, width].
+
+    Raises:
+        ValueError: if a row is longer than `width`.
+    """
+    out = rows[0].new_full((len(rows), width), value)
+    for index, row in enumerate(rows):
+        if len(row) > width:
+            raise ValueError(f"rows[{index}] has {len(row)} entries, more than width = {width}")
+        out[index, : len(row)] = row
+    return out
+
+
+def collate(trajs: Sequence[Trajectory], pad_id: int) -> dict[str, Tensor]:
+    """Pad trajectories to one rectangular batch.
+
+    Args:
+        trajs: B trajectories; T is the longest length.
+        pad_id: fills `ids`.
+
+    Returns:
+        `ids` [B, T], `action_mask` bool [B, T - 1], `lengths` [B], and in
+        float64 `sample_logp` [B, T - 1] and `rewards` [B].
+
+    Raises:
+        ValueError: naming the index of a trajectory that is malformed.
+    """
+    check_trajectories(trajs)
+    lengths = torch.tensor([len(traj.ids) for traj in trajs])
+    width = int(lengths.max())
+    return {
+        "ids": pad_rows([traj.ids for traj in trajs], width, pad_id),
+        "action_mask": pad_rows([traj.action_mask.bool() for traj in trajs], width - 1, False),
+        "sample_logp": pad_rows([traj.sample_logp.double() for traj in trajs], width - 1, 0.0),
+        "lengths": lengths,
+        "rewards": torch.tensor([float(traj.reward) for traj in trajs], dtype=torch.float64),
+    }
+
+
+# long: its result needs explaining
+def evaluate(
+    model: nn.Module,
+    tasks: Sequence[Task],
+    tok: Tokenizer,
+    episodes: int,
+    generator: torch.Generator | None = None,
+    cfg: Any = None,
+) -> dict[str, Any]:
+    """Sample `episodes` episodes of each task and report how many pass.
+
+    Args:
+        generator: of the draws; by default a new one with a fixed seed.
+        cfg: has `max_tokens` and `temperature`; by default `RolloutConfig()`.
+
+    Returns:
+        `pass_rate`, the mean over tasks; `stderr`, its standard error over the sampling of
+        episodes, the tasks being given; `by_task`, from task name to pass rate.
+    """
+    cfg = cfg or RolloutConfig()
+    sampling = RolloutConfig(cfg.max_tokens, episodes, cfg.temperature)
+    generator = generator or torch.Generator().manual_seed(1234)
+    trajs = sample_groups(model, make_env(cfg), tasks, tok, sampling, generator)
+    rates = (
+        torch.tensor([traj.reward for traj in trajs]).view(len(tasks), episodes).double().mean(1)
+    )
+    variance = rates * (1 - rates) / (episodes - 1)  # unknown, NaN, from one episode
+    return {
+        "pass_rate": rates.mean().item(),
+        "stderr": variance.sum().sqrt().item() / len(tasks),
+        "by_task": dict(zip([task.name for task in tasks], rates.tolist(), strict=True)),
+    }
+
+
+def behavior_stats(trajs: Sequence[Trajectory]) -> dict[str, float]:
+    """Average reward, tokens, the policy's share, actions, errors and cut-offs over episodes."""
+    tokens = sum(len(traj.ids) for traj in trajs)
+    stats = {
+        "reward": sum(traj.reward for traj in trajs) / len(trajs),
+        "tokens": tokens / len(trajs),
+        "policy_share": sum(int(traj.action_mask.sum()) for traj in trajs) / tokens,
+    }
+    for key in (*ACTIONS, "errors", "truncated"):
+        stats[key.lower()] = sum(float(traj.info[key]) for traj in trajs) / len(trajs)
+    return stats

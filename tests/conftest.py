@@ -1,0 +1,35 @@
+"""Notebooks made for a test."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """Write `chapters/<name>.ipynb` under `tmp_path` and return its path.
+
+    A cell is markdown if its text begins with `md:`, else code; a cell given as a notebook node
+    stays as it is. The title comes first unless `title` is empty.
+    """
+
+    def write(
+        *cells: str | nbformat.NotebookNode, name: str = "01-one", title: str = "One"
+    ) -> Path:
+        nodes = [new_markdown_cell(f"# {title}")] if title else []
+        for cell in cells:
+            if isinstance(cell, str):
+                text = cell.removeprefix("md:")
+                cell = new_code_cell(cell) if text == cell else new_markdown_cell(text)
+            nodes.append(cell)
+        path = tmp_path / "chapters" / f"{name}.ipynb"
+        path.parent.mkdir(exist_ok=True)
+        nbformat.write(new_notebook(cells=nodes), path)
+        return path
+
+    return write

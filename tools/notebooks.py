@@ -1,0 +1,471 @@
+"""Keep the chapters in one form, execute them, and refuse what would pass the tests unseen.
+
+    python -m tools.notebooks canon FILES              bring notebooks into the canonical form
+    python -m tools.notebooks run [--chapter 05] [-p NAME VALUE]   execute chapters with papermill
+    python -m tools.notebooks check [FILES]            the preflight
+
+A run with the chapters' own parameters replaces the committed notebook if every cell succeeded. A
+run with other parameters goes to `_build/runs/`, and says where its outputs differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import os
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import nbval.plugin
+
+from tools import export, nbcompare
+from tools.export import ROOT, cell_labels
+
+Notebook = nbformat.NotebookNode
+
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+CELL_METADATA = ("mystnb", "tags")
+TAGS = {"parameters", "hide-input", "hide-output", "hide-cell"}  # and rtol=, atol=
+MAX_CODE_LINES = 25
+
+
+# The canonical form
+
+
+def canonical(notebook: Notebook) -> str:
+    """Write a notebook in its one form, so that the same content gives the same bytes.
+
+    The code is formatted, cell ids come from the sources, execution counts follow the order of the
+    cells, neighbouring streams are one, and of the metadata only what the book or the tests read
+    stays.
+    """
+    seen: Counter[str] = Counter()
+    cells, count = [], 0
+    for cell, source in zip(notebook.cells, _formatted_sources(notebook), strict=True):
+        if not source:
+            continue
+        digest = hashlib.sha256(f"{cell.cell_type}\n{source}".encode()).hexdigest()[:8]
+        seen[digest] += 1
+        plain = {
+            "cell_type": cell.cell_type,
+            "id": digest if seen[digest] == 1 else f"{digest}-{seen[digest]}",
+            "metadata": {
+                key: cell.metadata[key] for key in CELL_METADATA if cell.metadata.get(key)
+            },
+            "source": source,
+        }
+        if cell.cell_type == "code":
+            count += 1
+            ran = cell.execution_count is not None
+            plain["execution_count"] = count if ran else None
+            plain["outputs"] = _canonical_outputs(cell.outputs, count)
+        cells.append(plain)
+    form = {"cells": cells, "metadata": METADATA, "nbformat": 4, "nbformat_minor": 5}
+    return nbformat.writes(nbformat.from_dict(form), version=4).rstrip("\n") + "\n"
+
+
+def _formatted_sources(notebook: Notebook) -> list[str]:
+    """Format the code cells with ruff, which would put a space into `#@save` if it saw it."""
+    plain = ["\n".join(cell.source.splitlines()).strip("\n ") for cell in notebook.cells]
+    hidden = f"#:{export.MARK[1:]}"
+    cells = [
+        nbformat.v4.new_code_cell(re.sub(rf"^{export.MARK}", hidden, source))
+        for cell, source in zip(notebook.cells, plain, strict=True)
+        if cell.cell_type == "code"
+    ]
+    text = nbformat.writes(nbformat.v4.new_notebook(cells=cells, metadata=METADATA))
+    try:
+        text = export.ruff(text, "format", name="chapters/chapter.ipynb")
+    except export.ExportError:
+        return plain  # the preflight names the cell that is no Python
+    code = (cell.source for cell in nbformat.reads(text, as_version=4).cells)
+    return [
+        re.sub(rf"^{hidden}", export.MARK, next(code)) if cell.cell_type == "code" else source
+        for cell, source in zip(notebook.cells, plain, strict=True)
+    ]
+
+
+def _canonical_outputs(outputs: list[Notebook], count: int) -> list[Notebook]:
+    """Join neighbouring streams of a name; recorded values, which show nothing, come last."""
+    shown: list[Notebook] = []
+    recorded: list[Notebook] = []
+    for output in outputs:
+        if any(mime.startswith(nbcompare.GLUE) for mime in output.get("data", {})):
+            recorded.append(output)
+            continue
+        if output.output_type == "stream" and shown and shown[-1].get("name") == output.name:
+            shown[-1].text += output.text
+            continue
+        output = nbformat.from_dict(output)
+        if output.output_type == "execute_result":
+            output.execution_count = count
+        shown.append(output)
+    return shown + recorded
+
+
+def read(path: Path) -> Notebook:
+    """Read a notebook as format 4.5, whatever minor format it is in."""
+    return nbformat.v4.upgrade(nbformat.read(path, as_version=4))
+
+
+def canon(path: Path) -> bool:
+    """Bring a notebook file into the canonical form; tells whether it changed."""
+    text = canonical(read(path))
+    changed = text != path.read_text(encoding="utf-8")
+    if changed:
+        export.replace(path, text)
+    return changed
+
+
+# Execution
+
+
+def run(paths: list[Path], parameters: dict[str, Any]) -> int:
+    """Execute chapters one after another; returns the exit status.
+
+    Args:
+        paths: the notebooks.
+        parameters: values for the cell tagged `parameters`. A chapter without one of them runs with
+            the others.
+    """
+    os.environ["AGENTRL_PROGRESS"] = "0"  # the chapters' bars would end up in their outputs
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as under test
+    own = {path: _parameters(read(path)) for path in paths}
+    for name in parameters:
+        if not any(name in defaults for defaults in own.values()):
+            print(f"No parameter is called {name} in {', '.join(path.name for path in paths)}.")
+            return 1
+    for path, defaults in own.items():
+        values = {
+            name: _like(defaults[name], value)
+            for name, value in parameters.items()
+            if name in defaults
+        }
+        changed = {name: value for name, value in values.items() if value != defaults[name]}
+        if not _run_one(path, changed):
+            return 1
+    return 0
+
+
+def _parameters(notebook: Notebook) -> dict[str, Any]:
+    """Read the names and values that the cell tagged `parameters` assigns."""
+    found = {}
+    for cell in notebook.cells:
+        if "parameters" in cell.metadata.get("tags", []):
+            for node in ast.parse(cell.source).body:
+                if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                    found[node.targets[0].id] = _literal(ast.unparse(node.value))
+    return found
+
+
+def _literal(text: str) -> Any:
+    """Read a Python literal, or else the text itself; a list without brackets is one too."""
+    try:
+        value = ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _like(default: Any, value: Any) -> Any:
+    """Give a text parameter its text back, `0,1` and not the list `[0, 1]`."""
+    if not isinstance(default, str):
+        return value
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _run_one(path: Path, parameters: dict[str, Any]) -> bool:
+    import papermill
+
+    runs = ROOT / "_build" / "runs"
+    runs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / path.name
+        try:
+            papermill.execute_notebook(
+                str(path),
+                str(output),
+                parameters=parameters,
+                kernel_name="python3",
+                language="python",
+                cwd=str(path.parent),
+                progress_bar={"desc": path.stem},
+                extra_arguments=["--log-level=ERROR"],
+            )
+        except papermill.PapermillExecutionError as error:
+            kept = runs / path.name
+            export.replace(kept, output.read_text(encoding="utf-8"))
+            print(f"{path.name} In [{error.exec_count}] failed: {error.ename}: {error.evalue}")
+            print(f"The notebook is as it was; this run is in {kept.relative_to(ROOT)}.")
+            return False
+        executed = read(output)
+    if not parameters:
+        before = path.read_text(encoding="utf-8")
+        text = canonical(executed)
+        if text != before:
+            export.replace(path, text)
+        print(f"{path.name}: {'unchanged' if text == before else 'outputs refreshed'}")
+        return True
+    executed.cells = [
+        cell
+        for cell in executed.cells
+        if "injected-parameters" not in cell.metadata.get("tags", [])
+    ]
+    kept = runs / path.name
+    export.replace(kept, canonical(executed))
+    given = ", ".join(f"{name} = {value!r}" for name, value in parameters.items())
+    print(f"{path.name} with {given}: written to {kept.relative_to(ROOT)}")
+    for line in _compare(read(path), executed) or ["every output equals the committed one"]:
+        print(f"  {line}")
+    return True
+
+
+def _compare(committed: Notebook, computed: Notebook) -> list[str]:
+    report = []
+    pairs = zip(committed.cells, computed.cells, cell_labels(committed), strict=True)
+    for old, new, label in pairs:
+        if old.cell_type == "code":
+            limits = nbcompare.tolerances(old.metadata.get("tags", []))
+            found = nbcompare.differences(old.outputs, new.outputs, **limits)
+            report += [f"{label}: {difference}" for difference in found]
+    return report
+
+
+# The preflight
+
+NUMBER_CLAIMS = re.compile(
+    r"(?<![\w.])(?:\d[\d,]*\.\d+(?:e[-+]?\d+)?|\d+e[-+]?\d+"  # 0.74, 1.5e-6, 1e-6
+    r"|\d[\d,]*\s?(?:%|per ?cent\b)"
+    r"|\d[\d,]*[\s-]?(?:×|(?:x|times|fold)\b)(?!\s*\d)"  # but not 8 x 8
+    r"|\d[\d,]*[\s-]?(?:[kMGTP]i?B(?:/s)?|bytes?|[mµun]?s|seconds?|minutes?|hours?|GPU-hours?|nats?"
+    r"|tokens?(?:/s)?|[MGTP]?FLOPs?(?:/s)?)(?![\w/]))"
+)
+PATH = re.compile(r"(?<![\w.:/<])/(?:[\w.@+-]+/)+[\w.@+-]+|\b[A-Z]:\\\w")
+ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}")
+OPAQUE = {
+    "bibliography",
+    "code",
+    "code-block",
+    "figure",
+    "glue",
+    "image",
+    "math",
+    "tableofcontents",
+}
+
+
+def preflight(path: Path) -> list[str]:
+    """Find what would pass the tests unseen, or mislead a reader.
+
+    Returns:
+        A line for each finding: notebook, cell, reason.
+    """
+    text = path.read_text(encoding="utf-8")
+    try:
+        notebook = read(path)
+    except nbformat.reader.NotJSONError:
+        return [f"{path.name}: is no notebook"]
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    if code and all(cell.execution_count is None for cell in code):
+        return [f"{path.name}: not executed at all"]
+    report = []
+    labels = cell_labels(notebook)
+    recorded = Counter(name for cell in notebook.cells for name in _recorded(cell))
+    for cell, label in zip(notebook.cells, labels, strict=True):
+        if cell.cell_type == "code":
+            found = [*_code_faults(cell), *_output_faults(cell)]
+        elif cell.cell_type == "markdown":
+            found = [*_prose_faults(cell.source), *_glue_faults(cell.source, recorded)]
+        else:
+            found = ["a raw cell shows nothing"]
+        report += [f"{path.name} {label}: {reason}" for reason in found]
+    report += [f"{path.name}: {reason}" for reason in _notebook_faults(notebook, recorded)]
+    if text != canonical(notebook):
+        report.append(f"{path.name}: not in canonical form: run `tools.notebooks canon` on it")
+    return report
+
+
+def _notebook_faults(notebook: Notebook, recorded: Counter[str]) -> Iterator[str]:
+    prose = "\n\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    if not notebook.cells or not notebook.cells[0].source.startswith("# "):
+        yield "does not begin with a markdown cell '# Title'"
+    for name, count in recorded.items():
+        if count > 1:
+            yield f"records {name!r} {count} times"
+    solved = set(re.findall(r"\{solution(?:-start)?\}[ \t]+(\S+)", prose))
+    for match in re.finditer(r"\{exercise(?:-start)?\}.*\n((?::.*\n)*)", prose + "\n"):
+        label = re.search(r"^:label:\s*(\S+)", match[1], re.MULTILINE)
+        if not label:
+            yield f"an exercise without a :label:, {match[0].strip()!r}"
+        elif label[1] not in solved:
+            yield f"exercise {label[1]} has no solution"
+
+
+def _code_faults(cell: Notebook) -> Iterator[str]:
+    source = cell.source
+    if cell.execution_count is None:
+        yield "not executed, so nothing compares it"
+    try:
+        ast.parse(source)
+    except SyntaxError as error:
+        yield f"line {error.lineno} is no Python; magics (%) and shell escapes (!) can fail unseen"
+    if source.rstrip().endswith(";"):
+        yield "ends in ';', which hides its result"
+    tags = cell.metadata.get("tags", [])
+    for tag in tags:
+        if tag not in TAGS and not nbcompare.TOLERANCE.fullmatch(tag):
+            yield f"tag {tag!r} is none of {', '.join(sorted(TAGS))}, rtol=, atol="
+    try:
+        nbcompare.tolerances(tags)
+    except ValueError as error:
+        yield str(error)
+    for marker in nbval.plugin.find_comment_markers(source):
+        yield f"a comment changes what is compared: {marker[0]}"
+    lines = [line.strip() for line in source.splitlines()]
+    code = [line for line in lines if line and not line.startswith("#")]
+    if len(code) > MAX_CODE_LINES and not any(re.match(r"# long: \w", line) for line in lines):
+        yield f"{len(code)} code lines, more than {MAX_CODE_LINES}, and no '# long: reason'"
+
+
+def _output_faults(cell: Notebook) -> Iterator[str]:
+    mimes = {mime.split("/")[0] for output in cell.outputs for mime in output.get("data", {})}
+    if "image" in mimes and any(output.output_type == "execute_result" for output in cell.outputs):
+        yield "a figure cell shows the value of its last line too: assign it to _"
+    for output in cell.outputs:
+        if output.output_type == "error":
+            yield f"a saved error, {output.ename}: {output.evalue}"
+            continue
+        if output.output_type == "stream":
+            if output.name == "stderr":
+                yield f"stderr: {output.text.strip()[:200]}"
+            texts = {"text/plain": output.text}
+        else:
+            texts = output.data
+        for mime, text in texts.items():
+            if mime.startswith("image/"):
+                yield from _figure_faults(cell, mime, text)
+            elif match := PATH.search(str(text)):
+                yield f"an absolute path in the output, {match[0]}"
+            elif match := ADDRESS.search(str(text)):
+                yield f"a memory address in the output, {match[0]}"
+
+
+def _figure_faults(cell: Notebook, mime: str, text: str) -> Iterator[str]:
+    image = cell.metadata.get("mystnb", {}).get("image", {})
+    if not str(image.get("alt", "")).strip():
+        yield 'a figure without alt text: cell metadata {"mystnb": {"image": {"alt": "..."}}}'
+    if mime == "image/svg+xml":
+        if "<dc:date>" in text:
+            yield "a figure with a date"
+        if 'id="agentrl"' not in text[:2000]:
+            yield "a figure with ids of its own: make it with agentrl.notebook.figure"
+
+
+def _recorded(cell: Notebook) -> list[str]:
+    outputs = cell.get("outputs", [])
+    return [
+        output.metadata["scrapbook"]["name"]
+        for output in outputs
+        if "scrapbook" in output.get("metadata", {})
+    ]
+
+
+def _glue_faults(source: str, recorded: Counter[str]) -> Iterator[str]:
+    uses = re.findall(r"\{glue(?::\w*)?\}`([^`]+)`", source)
+    uses += re.findall(r"\{glue(?::\w*)?\}[ \t]+(\S+)", source)
+    for use in uses:
+        name = use.split("::")[-1].split(":")[0]
+        if "::" not in use and name not in recorded:
+            yield f"the prose quotes {name!r}, which no cell records"
+
+
+def _prose_faults(source: str) -> Iterator[str]:
+    for block in _prose_blocks(source):
+        for sentence in re.split(r"(?<=[.!?])\s+(?=[^a-z\s])", block):
+            if "{cite" in sentence:
+                continue
+            for match in NUMBER_CLAIMS.finditer(_words(sentence)):
+                yield (
+                    f"{match[0]!r} is typed: record and glue what is measured, cite what is "
+                    f"published, and write a chosen value as `code`, in: {sentence.strip()[:80]}"
+                )
+
+
+def _prose_blocks(source: str) -> list[str]:
+    """Cut markdown into paragraphs, list items, headings and table rows, without code and maths."""
+    source = re.sub(
+        r"<!--.*?-->|\$\$.*?\$\$|\\begin\{(\w+\*?)\}.*?\\end\{\1\}", "", source, flags=re.S
+    )
+    blocks, closing, options = [""], [], False
+    for line in source.split("\n"):
+        text = line.strip()
+        fence = re.match(r"(`{3,}|~{3,}|:{3,})\s*(?:\{([\w:-]+)\})?(.*)", text)
+        opaque = any(hidden for _, hidden in closing)
+        if closing and fence and not fence[2] and not fence[3] and fence[1] == closing[-1][0]:
+            closing.pop()
+        elif fence and not opaque:
+            name = fence[2] or ""
+            hidden = not name or name.split(":")[0] in OPAQUE
+            closing.append((fence[1], hidden))
+            options = True
+            blocks += ["" if hidden else fence[3], ""]
+        elif opaque or (options and re.match(r":[\w-]+:", text)) or text.startswith("% "):
+            continue
+        else:
+            options = False
+            if not text or re.match(r"[-*+>|#]|\d+[.)]\s|\([\w-]+\)=", text):
+                blocks.append("")
+            if not re.fullmatch(r"\([\w-]+\)=", text):
+                blocks[-1] += " " + re.sub(r"^\d+[.)]\s", "", text)
+    return [block for block in blocks if block.strip()]
+
+
+def _words(text: str) -> str:
+    """Leave out of a sentence its roles, code spans, maths and link targets."""
+    text = re.sub(r"\{[\w:-]+\}(`+).*?\1", " ", text)
+    text = re.sub(r"(`+).*?\1", " ", text)
+    text = re.sub(r"(?<!\\)\$[^$]*(?<!\\)\$", " ", text)
+    return re.sub(r"\]\([^)]*\)|<[^>\s]+>|https?://\S+", "] ", text)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.notebooks")
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("canon", help="bring notebooks into the canonical form")
+    one.add_argument("files", nargs="+", type=Path)
+    one = commands.add_parser("run", help="execute chapters")
+    one.add_argument("--chapter", default="", help="number or beginning of the name; default all")
+    one.add_argument("-p", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
+    one = commands.add_parser("check", help="the preflight")
+    one.add_argument("files", nargs="*", type=Path)
+    options = parser.parse_args(arguments)
+    chapters = sorted((ROOT / "chapters").glob("*.ipynb"))
+    if options.command == "canon":
+        for path in options.files:
+            print(f"{path}: {'written' if canon(path) else 'canonical'}")
+        return 0
+    if options.command == "check":
+        report = [line for path in options.files or chapters for line in preflight(path)]
+        print("\n".join(report or ["preflight: nothing to refuse"]))
+        return bool(report)
+    chosen = [path for path in chapters if path.name.startswith(options.chapter)]
+    if not chosen:
+        print(f"No chapter begins with {options.chapter!r}.")
+        return 1
+    status = export.main([])
+    parameters = {name: _literal(value) for name, value in options.p}
+    return run(chosen, parameters) or status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
