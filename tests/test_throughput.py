@@ -1,0 +1,483 @@
+"""Arithmetic of chapter 10: counts equal real models and PyTorch, figures to the digit."""
+
+import json
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+import agentrl as arl
+import agentrl.throughput
+from agentrl.throughput import command_line
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import transformers
+
+SMALL = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+GROUPED = {**SMALL, "num_key_value_heads": 2}
+HEADS = {**GROUPED, "head_dim": 12}
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+LATENT = {
+    **SMALL,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+# Name of the classes, arguments of the config.
+MODELS = {
+    "qwen2": ("Qwen2", GROUPED),
+    "qwen2 tied": ("Qwen2", {**GROUPED, "tie_word_embeddings": True}),
+    "qwen2 windows": (
+        "Qwen2",
+        {**GROUPED, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    ),
+    "qwen2 moe": ("Qwen2Moe", {**GROUPED, **MOE, "shared_expert_intermediate_size": 28}),
+    "qwen2 moe, some dense": (
+        "Qwen2Moe",
+        {
+            **GROUPED,
+            **MOE,
+            "shared_expert_intermediate_size": 28,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "qwen3": ("Qwen3", HEADS),
+    "qwen3 biased": ("Qwen3", {**HEADS, "attention_bias": True}),
+    "qwen3 moe": ("Qwen3Moe", {**HEADS, **MOE}),
+    "qwen3 moe, some dense": ("Qwen3Moe", {**HEADS, **MOE, "mlp_only_layers": [1]}),
+    "llama": ("Llama", GROUPED),
+    "llama, all heads": ("Llama", SMALL),
+    "llama biased": ("Llama", {**HEADS, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", {**GROUPED, "sliding_window": None}),
+    "mistral windows": ("Mistral", {**HEADS, "sliding_window": 5}),
+    "mixtral": ("Mixtral", {**GROUPED, "num_local_experts": 6, "num_experts_per_tok": 2}),
+    "gemma": ("Gemma", HEADS),
+    "gemma 2": ("Gemma2", {**HEADS, "sliding_window": 6}),
+    "gemma 3": ("Gemma3", {**HEADS, "num_hidden_layers": 7, "sliding_window": 6}),
+    "deepseek 2": ("DeepseekV2", {**LATENT, "q_lora_rank": 24}),
+    "deepseek 2, plain query": ("DeepseekV2", {**LATENT, "q_lora_rank": None}),
+    "deepseek 2 biased": (
+        "DeepseekV2",
+        {**LATENT, "q_lora_rank": 24, "attention_bias": True, "mlp_bias": True},
+    ),
+    "deepseek 3": ("DeepseekV3", {**LATENT, "q_lora_rank": 24}),
+    "deepseek 3 biased": ("DeepseekV3", {**LATENT, "q_lora_rank": 24, "attention_bias": True}),
+}
+
+
+def build(case):
+    name, arguments = MODELS[case]
+    config = getattr(transformers, name + ("TextConfig" if name == "Gemma3" else "Config"))
+    config = config(**arguments, pad_token_id=0)
+    config._experts_implementation = "eager"
+    model = getattr(transformers, f"{name}ForCausalLM")
+    return config, model._from_config(config, attn_implementation="eager")
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_shape_counts_what_the_model_has_and_does(case):
+    config, model = build(case)
+    shape = arl.ModelShape.from_config(config)
+    parameters = dict(model.named_parameters())
+    total = sum(p.numel() for p in parameters.values())
+    routed = sum(p.numel() for name, p in parameters.items() if ".experts." in name)
+    idle = routed * (shape.experts - shape.top_k) // max(shape.experts, 1)
+    assert (shape.params, shape.active_params) == (total, total - idle)
+
+    ids = torch.arange(2 * 10).view(2, 10)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        out = model(input_ids=ids, use_cache=True)
+    assert arl.forward_flops(shape, [10, 10], pairs="square") == counter.get_total_flops()
+
+    held = 0
+    for layer in out.past_key_values.layers:
+        held += sum(t.numel() * t.element_size() for t in (layer.keys, layer.values))
+    # A library cache of a window keeps one token less, since the query brings its own.
+    spare = sum(min(10, w or 10) - min(10, (w or 11) - 1) for w in shape.windows)
+    per_layer = shape.kv_bytes_per_token(4) / shape.layers
+    assert held == 2 * (shape.kv_bytes(10, 4) - spare * per_layer)
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_config_json_reads_like_the_object(case):
+    config, _ = build(case)
+    plain = json.loads(json.dumps(config.to_dict()))
+    assert arl.ModelShape.from_config(plain) == arl.ModelShape.from_config(config)
+    plain.pop("layer_types", None)  # files of older versions lack it
+    assert arl.ModelShape.from_config(plain) == arl.ModelShape.from_config(config)
+
+
+def full_size(name, **arguments):
+    config = getattr(transformers, f"{name}Config")(**arguments)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+    return arl.ModelShape.from_config(config), sum(p.numel() for p in model.parameters())
+
+
+def test_full_sizes_on_the_meta_device():
+    for name in ("Llama", "Mixtral", "DeepseekV3", "Gemma2"):
+        shape, total = full_size(name)
+        assert shape.params == total, name
+    shape, _ = full_size("DeepseekV3")
+    assert f"{shape.params / 1e9:.0f}B, {shape.active_params / 1e9:.1f}B" == "671B, 37.6B"
+    assert shape.kv_bytes_per_token() == 61 * (512 + 64) * 2
+
+
+def test_training_flops_equal_pytorchs_counter():
+    config = transformers.Qwen2Config(
+        vocab_size=1000,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = transformers.Qwen2ForCausalLM._from_config(config, attn_implementation="eager")
+    ids = torch.arange(32)[None]
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    shape = arl.ModelShape.from_config(config)
+    assert arl.training_flops(shape, [32], pairs="square") == counter.get_total_flops()
+    assert arl.training_flops(shape, [32], pairs="square") == 30_375_936
+    masked = 3 * 2 * 2 * 2 * 64 * (32 * 32 - 32 * 33 // 2)
+    assert arl.training_flops(shape, [32]) == 30_375_936 - masked
+
+
+def test_the_course_model_has_a_shape_too():
+    model = arl.TinyAgent(50, d_model=32, n_layers=3, max_len=40)
+    shape = arl.ModelShape(
+        vocab=50,
+        d_model=32,
+        heads=4,
+        kv_heads=4,
+        head_dim=8,
+        ffn=128,
+        gated=False,
+        windows=(None,) * 3,
+        positions=40,
+    )
+    assert shape.params == sum(p.numel() for p in model.parameters())
+    mask = torch.ones(20, 20, dtype=torch.bool).tril()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(2, 20, dtype=torch.long), attention_mask=mask)
+    linear = 2 * arl.matmul_weights(shape) * 40
+    assert counter.get_total_flops() in (
+        linear,  # the fused attention of this device is not counted
+        arl.forward_flops(shape, [20, 20], pairs="square"),
+    )
+
+
+# Lengths and windows
+
+
+def pairs_by_listing(lengths, window):
+    count = 0
+    for s in lengths:
+        for q in range(s):
+            count += sum(1 for k in range(q + 1) if window is None or q - k < window)
+    return count
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 30), max_size=5), st.none() | st.integers(1, 35))
+def test_causal_pairs_are_those_one_would_list(lengths, window):
+    assert arl.causal_pairs(lengths, window) == pairs_by_listing(lengths, window)
+
+
+def test_packed_sequences_do_not_attend_to_each_other():
+    assert arl.causal_pairs([64] * 64) == 133_120
+    assert arl.causal_pairs([64 * 64]) == 8_390_656
+    shape = qwen8b()
+    apart, joined = arl.forward_flops(shape, [64] * 64), arl.forward_flops(shape, [4096])
+    assert joined - apart == 36 * 4 * 32 * 128 * (8_390_656 - 133_120)
+    with pytest.raises(ValueError, match=r"lengths\[1\] = -3"):
+        arl.causal_pairs([2, -3])
+    with pytest.raises(ValueError, match="'half'"):
+        arl.forward_flops(shape, [3], pairs="half")
+
+
+# The figures of the chapter
+
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+H200 = arl.accelerator("H200")
+N = {"params": 8.2e9}
+
+
+def qwen8b():
+    return arl.ModelShape.from_config(QWEN3_8B)
+
+
+def test_the_roofline_to_the_digit():
+    assert f"{qwen8b().kv_bytes_per_token() / 1e3:.0f}" == "147"
+    rates = [
+        arl.decode_tokens_per_s(qwen8b(), H200, batch=batch, context=context, **N)
+        for batch, context in ((64, 2048), (64, 16_384), (256, 16_384))
+    ]
+    assert [f"{rate:.0f}" for rate in rates] == ["8598", "1796", "1935"]
+    assert f"{arl.train_tokens_per_s(qwen8b(), H200, **N):.0f}" == "8041"
+
+
+def test_the_gpu_hours_to_the_digit():
+    step = arl.step_cost(qwen8b(), H200, **N)
+    hours = {name: f"{value:.2f}" for name, value in step.gpu_hours.items()}
+    assert hours == {"train": "0.42", "old log-probs": "0.14", "prefill": "0.11", "decode": "0.95"}
+    assert (f"{step.total:.2f}", f"{step.decode_share:.0%}") == ("1.62", "59%")
+    assert f"{arl.run_cost(step, steps=300).total:.0f}" == "487"
+    slower = arl.step_cost(qwen8b(), H200, busy=0.25, **N)
+    assert round(slower.total - step.total, 1) == 0.9 or round(slower.total - step.total) == 1
+
+
+def test_units_are_decimal():
+    rate = arl.decode_tokens_per_s(qwen8b(), H200, batch=64, context=16_384, **N)
+    assert abs(rate.assumptions["memory_gb"] - 171.0) < 0.05
+    assert rate.assumptions["gpus_to_hold_it"] == 2
+    assert H200.memory == 141e9 and H200.bandwidth == 4.8e12
+
+
+def test_every_assumption_comes_back():
+    import inspect
+
+    step = arl.step_cost(qwen8b(), H200)
+    for name in list(inspect.signature(arl.step_cost).parameters)[2:]:
+        assert name in step.assumptions and name in step.report()
+    assert step.assumptions["params"] == "exact"
+    rate = arl.decode_tokens_per_s(qwen8b(), H200, batch=3, context=70)
+    for name in list(inspect.signature(arl.decode_tokens_per_s).parameters)[2:]:
+        assert name in rate.assumptions
+    assert "batch=3" in rate.report() and "tokens/s per GPU" in rate.report()
+
+
+# Decoding
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 4096), st.integers(1, 100_000), st.sampled_from([1.0, 2.0]))
+def test_decoding_is_the_slower_of_reading_and_computing(batch, context, width):
+    shape = qwen8b()
+    arguments = {"batch": batch, "context": context, "bytes_per_kv": width}
+    rate = arl.decode_tokens_per_s(shape, H200, **arguments)
+    read = 2 * (shape.params - shape.vocab * shape.d_model) + batch * context * width * 73_728
+    flops = batch * (2 * arl.matmul_weights(shape) + 36 * 4 * 32 * 128 * context)
+    slower = max(read / 4.8e12, flops / 989e12)
+    assert abs(rate * slower / batch - 1) < 1e-9
+    assert rate.assumptions["bound"] == ("memory" if read / 4.8e12 >= flops / 989e12 else "compute")
+    more = arl.decode_tokens_per_s(shape, H200, **{**arguments, "batch": batch + 1})
+    assert more >= rate * (1 - 1e-12)
+
+
+def test_a_batch_reads_more_experts_than_a_token_uses():
+    config = transformers.Qwen3MoeConfig(**{**HEADS, **MOE})
+    shape = arl.ModelShape.from_config(config)
+    one, many = arl.decode_weights(shape, 1), arl.decode_weights(shape, 1e4)
+    embedding = shape.vocab * shape.d_model
+    assert round(one) == shape.active_params - embedding
+    assert round(many) == shape.params - embedding
+
+
+def test_windows_bound_the_cache():
+    config = transformers.Gemma3TextConfig()
+    shape = arl.ModelShape.from_config(config)
+    per_layer = shape.kv_bytes_per_token() / shape.layers
+    slides = sum(w is not None for w in shape.windows)
+    assert 0 < slides < shape.layers
+    assert shape.kv_bytes(10**5) == per_layer * (slides * 4096 + (shape.layers - slides) * 10**5)
+
+
+# Prefill
+
+
+def reads_by_turns(tokens, policy, turns, prompt, group, turn_reuse, group_reuse):
+    """Read the episode turn by turn, as a server would."""
+    tools = tokens - policy - prompt
+    shared = prompt * (1 - group_reuse * (1 - 1 / group))  # what a reading of the prompt costs
+    answers = [0.0] + [tools / (turns - 1)] * (turns - 1) if turns > 1 else [tools]
+    total, context = 0.0, 0.0  # context: all before the turn but the prompt
+    for turn, answer in enumerate(answers):
+        total += answer + (shared if turn == 0 else (1 - turn_reuse) * (shared + context))
+        context += answer + policy / turns
+    return total
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 30),
+    st.integers(0, 5000),
+    st.integers(0, 5000),
+    st.integers(1, 5000),
+    st.integers(1, 16),
+    st.floats(0, 1),
+    st.floats(0, 1),
+)
+def test_prefill_is_what_the_turns_read(turns, prompt, tools, policy, group, kept, shared):
+    tokens = prompt + tools + policy
+    expected = reads_by_turns(tokens, policy, turns, prompt, group, kept, shared)
+    found = arl.prefill_tokens(
+        tokens,
+        policy,
+        turns=turns,
+        prompt_tokens=prompt,
+        group_size=group,
+        turn_reuse=kept,
+        group_reuse=shared,
+    )
+    assert abs(found - expected) <= 1e-9 * max(1, expected)
+    if kept == 1 and shared == 0:
+        assert abs(found - prompt - tools) < 1e-6
+
+
+def test_losing_the_cache_between_turns_costs_a_large_factor():
+    kept = arl.prefill_tokens(24_000, 6000, turns=20, prompt_tokens=4000)
+    lost = arl.prefill_tokens(24_000, 6000, turns=20, prompt_tokens=4000, turn_reuse=0.0)
+    assert kept == 18_000 and lost == 277_000
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**QWEN3_8B, "model_type": "mamba2"}, "mamba2.*missing.*qwen3"),
+        ({k: v for k, v in QWEN3_8B.items() if k != "model_type"}, "lacks 'model_type'"),
+        ({**QWEN3_8B, "num_key_value_heads": None}, "lacks 'num_key_value_heads'"),
+        ({**QWEN3_8B, "layer_types": ["linear_attention"] * 36}, r"layer_types\[0\].*missing"),
+        ({"model_type": "gemma3", "text_config": {}}, "text_config"),
+        ({**QWEN3_8B, "num_key_value_heads": 5}, "heads = 32 is no multiple of kv_heads = 5"),
+        ({**QWEN3_8B, "vocab_size": 0}, "vocab = 0"),
+        ({**QWEN3_8B, "num_hidden_layers": 0}, "windows is empty"),
+    ],
+)
+def test_an_incomplete_config_is_named(config, message):
+    with pytest.raises(ValueError, match=message):
+        arl.ModelShape.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"busy": 0}, "busy = 0"),
+        ({"busy": 1.5}, "busy = 1.5"),
+        ({"mfu": 40}, "mfu = 40"),
+        ({"batch": -1}, "batch = -1"),
+        ({"context": 0}, "context = 0"),
+        ({"policy_tokens": 30_000}, "policy_tokens = 30000"),
+        ({"prompt_tokens": 20_000}, "prompt_tokens = 20000"),
+        ({"turn_reuse": 2}, "turn_reuse = 2"),
+        ({"bandwidth_share": 1.1}, "bandwidth_share = 1.1"),
+        ({"old_passes": -1}, "old_passes = -1"),
+        ({"episodes": 0}, "episodes = 0"),
+        ({"params": -1.0}, "params = -1"),
+        ({"bytes_per_kv": float("nan")}, "bytes_per_kv = nan"),
+    ],
+)
+def test_an_impossible_assumption_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        arl.step_cost(qwen8b(), H200, **change)
+
+
+def test_accelerators_have_sources():
+    expected = {"A100", "H100", "H200", "B200", "MI300X", "L40S", "RTX PRO 6000"}
+    assert set(arl.ACCELERATORS) == expected
+    for name, gpu in arl.ACCELERATORS.items():
+        assert arl.accelerator(name) is gpu and gpu.source and gpu.date[:2] == "20"
+    assert arl.accelerator("rtx-pro-6000") is arl.ACCELERATORS["RTX PRO 6000"]
+    with pytest.raises(ValueError, match=r"unknown accelerator 'H300'; known are A100, .*H200"):
+        arl.accelerator("H300")
+    with pytest.raises(ValueError, match="no figure for float64"):
+        H200.peak("float64")
+
+
+def test_this_machine_has_a_roofline():
+    gpu = arl.measure_accelerator(
+        "cpu", (torch.float32, torch.float64), size=64, copy_bytes=2**16, repeats=1
+    )
+    assert set(gpu.flops) == {"float32", "float64"} and gpu.source == "measured"
+    assert gpu.bandwidth > 0 and all(rate > 0 for rate in gpu.flops.values())
+
+
+# The command line
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN3_8B))
+    return str(path)
+
+
+def test_the_command_prints_the_same_table(config, capsys):
+    assert command_line(["--config", config, "--gpu", "h200", "--params", "8.2e9"]) == 0
+    text = capsys.readouterr().out
+    run = arl.run_cost(arl.step_cost(qwen8b(), H200, **N))
+    assert text.strip() == run.report()
+    command_line(["--config", config, "--gpu", "H200", "--json", "--turns", "20", "--steps", "2"])
+    answer = json.loads(capsys.readouterr().out)
+    run = arl.run_cost(arl.step_cost(qwen8b(), H200, turns=20), steps=2)
+    assert answer["gpu_hours"] == run.gpu_hours and answer["assumptions"]["turns"] == 20
+    assert answer["total_gpu_hours"] == run.total
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "H300"], "unknown accelerator 'H300'"),
+        (["--gpu", "H200", "--busy", "2"], "busy = 2.0"),
+        (["--gpu", "H200", "--batch", "many"], "--batch"),
+        (["--gpu", "H200", "--bust", "1"], "--bust"),
+        (["--gpu", "H200", "--steps", "0"], "steps = 0"),
+        ([], "--gpu"),
+    ],
+)
+def test_a_bad_argument_gets_one_line(config, capsys, arguments, message):
+    with pytest.raises(SystemExit) as stop:
+        command_line(["--config", config, *arguments])
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and not out
+    assert err.count("\n") == 1 and message in err
+
+
+@pytest.mark.parametrize("content", [None, "{", "[1]", '{"model_type": "mamba2"}', "\xff\x00"])
+def test_a_bad_file_gets_one_line(tmp_path, capsys, content):
+    path = tmp_path / "config.json"
+    if content is not None:
+        path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(SystemExit):
+        command_line(["--config", str(path), "--gpu", "H200"])
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and str(path) in err
+
+
+def test_the_module_runs_as_a_script(config):
+    command = [sys.executable, "-m", "agentrl.throughput", "--config", config, "--gpu", "H100"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "") and "decode share" in done.stdout
+    assert agentrl.throughput.__doc__
