@@ -23,7 +23,9 @@ from torch import Tensor, nn
 
 from agentrl.grpo import (
     RLConfig,
-    _write_atomically,
+    _adam,
+    _resume,
+    _save,
     draw_tasks,
     make_rl_base,
     rl_update,
@@ -317,29 +319,18 @@ def train_curriculum(
         raise ValueError(f"checkpoint_every = {checkpoint_every} must be at least 1")
     rule = _Rule(low, high, revisit, estimate, sampling, max_groups or 3 * cfg.prompts_per_step)
     generator = torch.Generator().manual_seed(cfg.seed)
-    optimizer = torch.optim.Adam(model.parameters(), lr=cfg.lr, betas=(0.9, 0.95), eps=1e-5)
+    parts = model, _adam(model, cfg), generator
     run = {"cfg": dataclasses.asdict(cfg), "tasks": [task.name for task in tasks]}
     run |= {"rule": dataclasses.asdict(rule)}
-    history: list[dict[str, Any]] = []
-    groups: list[list[list[float]]] = [[] for _ in tasks]
     path = None if checkpoint is None else Path(checkpoint)
-    if path is not None and path.exists():
-        state = torch.load(path, weights_only=True)
-        for key, value in run.items():
-            if state.get(key) != value:
-                raise ValueError(f"{path.name} has {key} = {state.get(key)}, this run has {value}")
-        if len(state["history"]) > steps:
-            raise ValueError(f"{path.name} has {len(state['history'])} steps, more than {steps}")
-        history, groups = state["history"], state["groups"]
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        generator.set_state(state["generator"])
+    state = _resume(path, run, steps, parts)
+    history, groups = state.get("history", []), state.get("groups", [[] for _ in tasks])
     for step in progress(range(len(history), steps), desc="train_curriculum"):
         kept, trajs, reason = _sample(model, tasks, tok, cfg, groups, rule, generator)
         if not trajs:  # no group, no new estimate: it would stay so for ever
             history[-1]["reason"] = f"stopped after {step} of {steps} steps: {reason}"
             break
-        stats = rl_update(model, optimizer, kept or trajs, cfg)
+        stats = rl_update(model, parts[1], kept or trajs, cfg)
         rewards = torch.tensor([traj.reward for traj in trajs], dtype=torch.float64)
         stats["zero_advantage"] = (
             zero_advantage_groups(rewards, cfg.group_size).double().mean().item()
@@ -351,9 +342,7 @@ def train_curriculum(
             history[-1]["reason"] = reason
         end = bool(on_step and on_step(model, history)) or step + 1 == steps
         if path is not None and ((step + 1) % checkpoint_every == 0 or end):
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            state |= {"generator": generator.get_state(), "history": history, "groups": groups}
-            _write_atomically({**state, **run}, path)
+            _save(path, parts, history=history, groups=groups, **run)
         if end:
             break
     return history

@@ -566,6 +566,36 @@ def rl_update(
     return {**stats, "zero_advantage": zero.double().mean().item()}
 
 
+def _adam(model: nn.Module, cfg: RLConfig) -> torch.optim.Adam:
+    # Adam's default eps would turn rounding into steps where gradients all but vanish.
+    return torch.optim.Adam(model.parameters(), lr=cfg.lr, betas=(0.9, 0.95), eps=1e-5)
+
+
+def _resume(
+    path: Path | None, run: dict[str, Any], steps: int, parts: tuple[Any, Any, torch.Generator]
+) -> dict[str, Any]:
+    """Put a checkpoint into model, optimizer and generator; return it, or {} if there is none."""
+    if path is None or not path.exists():
+        return {}
+    state = torch.load(path, weights_only=True)
+    for key, value in run.items():
+        if state.get(key) != value:
+            raise ValueError(f"{path.name} has {key} = {state.get(key)}, this run has {value}")
+    if len(state["history"]) > steps:
+        raise ValueError(f"{path.name} has {len(state['history'])} steps, more than {steps}")
+    model, optimizer, generator = parts
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    generator.set_state(state["generator"])
+    return state
+
+
+def _save(path: Path, parts: tuple[Any, Any, torch.Generator], **rest: Any) -> None:
+    model, optimizer, generator = parts
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    _write_atomically({**state, "generator": generator.get_state(), **rest}, path)
+
+
 # long: a run, its checkpoint and its resumption belong together
 def train_rl(
     model: nn.Module,
@@ -593,30 +623,16 @@ def train_rl(
     if checkpoint_every < 1:
         raise ValueError(f"checkpoint_every = {checkpoint_every} must be at least 1")
     generator = torch.Generator().manual_seed(cfg.seed)
-    # Adam's default eps would turn rounding into steps where gradients all but vanish.
-    optimizer = torch.optim.Adam(model.parameters(), lr=cfg.lr, betas=(0.9, 0.95), eps=1e-5)
+    parts = model, _adam(model, cfg), generator
     run = {"cfg": dataclasses.asdict(cfg), "tasks": [task.name for task in tasks]}
-    history: list[dict[str, float]] = []
     path = None if checkpoint is None else Path(checkpoint)
-    if path is not None and path.exists():
-        state = torch.load(path, weights_only=True)
-        for key, value in run.items():
-            if state[key] != value:
-                raise ValueError(f"{path.name} has {key} = {state[key]}, this run has {value}")
-        if len(state["history"]) > steps:
-            raise ValueError(f"{path.name} has {len(state['history'])} steps, more than {steps}")
-        history = state["history"]
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        generator.set_state(state["generator"])
+    history = _resume(path, run, steps, parts).get("history", [])
     for step in progress(range(len(history), steps), desc="train_rl"):
         trajs = sample_step(model, tasks, tok, cfg, generator)
-        stats = rl_update(model, optimizer, trajs, cfg)
+        stats = rl_update(model, parts[1], trajs, cfg)
         reward = sum(traj.reward for traj in trajs) / len(trajs)
         tokens = sum(len(traj.ids) for traj in trajs)
         history.append({"episodes": len(trajs), "tokens": tokens, "reward": reward, **stats})
         if path is not None and ((step + 1) % checkpoint_every == 0 or step + 1 == steps):
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            state |= {"generator": generator.get_state(), "history": history}
-            _write_atomically({**state, **run}, path)
+            _save(path, parts, history=history, **run)
     return history
