@@ -5,7 +5,11 @@ BIN := .venv/bin
 HTML := _build/html
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: book test run export serve clean
+# What the tests of the helpers need, and the tests that are about the book instead
+HELPERS := ^(hypothesis|nbformat|nbval|pytest|ruff)=
+BOOK_TESTS := $(foreach name,benchmarks book browser export notebooks release,tests/test_$(name).py)
+
+.PHONY: book test test-helpers run bench export pdf dist serve clean
 
 book: .venv/stamp  ## build the HTML from the committed outputs
 	$(BIN)/jupyter-book build . -W -n --keep-going
@@ -22,8 +26,28 @@ run: .venv/stamp  ## execute the chapters and refresh the committed outputs
 	$(BIN)/python -m tools.notebooks run --chapter "$(CHAPTER)" \
 	  $(foreach name,DEVICE SEEDS STEPS,$(if $($(name)),-p $(name) "$($(name))"))
 
+# make bench TOPIC=packing measures one topic, DEVICE=cuda the larger set of a GPU host
+bench: .venv/stamp  ## measure the helpers beside their peers, for the page of results
+	$(BIN)/python -m benchmarks $(TOPIC) $(if $(DEVICE),--device $(DEVICE))
+
 export: .venv/stamp  ## write agentrl/ from the chapters
 	$(BIN)/python -m tools.export
+
+pdf: book  ## print the book to _build/agentrl.pdf
+	$(BIN)/python -m tools.pdf
+
+dist: .venv/stamp  ## build sdist and wheel
+	rm -rf dist
+	$(BIN)/python -c 'import setuptools.build_meta as b; b.build_sdist("dist"); b.build_wheel("dist")'
+	rm -rf build *.egg-info
+
+# make test-helpers PYTHON=python3.12 VERSIONS="torch==2.14.1" leaves .venv alone
+test-helpers: ENV := $(shell mktemp -du /tmp/agentrl-XXXX)
+test-helpers:  ## test the package with other versions than the pinned ones
+	$(PYTHON) -m venv $(ENV)
+	$(ENV)/bin/pip install $(VERSIONS) . transformers $$(grep -E '$(HELPERS)' requirements.txt)
+	$(ENV)/bin/python -m pytest -o addopts= $(filter-out $(BOOK_TESTS),$(wildcard tests/test_*.py))
+	rm -r $(ENV)
 
 serve: book  ## show the book at http://localhost:8000
 	$(BIN)/python -m http.server 8000 --bind 127.0.0.1 --directory $(HTML)
@@ -34,5 +58,5 @@ clean:  ## remove what was built, the environment too
 .venv/stamp: requirements.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -r requirements.txt
-	$(BIN)/pip install --no-build-isolation --no-deps -e .
+	$(BIN)/pip install --no-build-isolation --no-deps -e . verl==0.9.1
 	touch $@

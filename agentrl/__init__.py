@@ -8,18 +8,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agentrl.accumulation import (
-        KINDS,
-        accumulate_gradients,
-        global_token_count,
-        main,
-        step_normalizer,
+    from agentrl.accumulation import accumulate_gradients, global_token_count, step_normalizer
+    from agentrl.audit import (
+        LOGIT_SCALE,
+        SIGMAS,
+        AuditError,
+        CheckResult,
+        Plant,
+        flop_count_check,
+        group_filter_check,
+        head_memory_check,
+        leak_check,
+        log_prob_tolerance,
+        planted_faults,
+        schedule_check,
+        split_invariance_check,
+        step_zero_ratio_check,
+        unit_roundoff,
     )
     from agentrl.curriculum import (
         ESTIMATES,
         SAMPLINGS,
         Group,
-        T,
         draw_weighted,
         estimate_pass_rate,
         expected_groups_per_kept,
@@ -143,17 +153,20 @@ __all__ = [
     "ADVANTAGES",
     "BUILTINS",
     "ESTIMATES",
-    "KINDS",
+    "LOGIT_SCALE",
     "LOSS_AGG_MODES",
     "MAX_BITS",
     "MAX_ITEMS",
     "MAX_SOURCE",
     "MAX_STEPS",
     "SAMPLINGS",
+    "SIGMAS",
     "TRAJECTORY_QUANTILES",
     "Accelerator",
+    "AuditError",
     "Block",
     "BugFixEnv",
+    "CheckResult",
     "Cost",
     "Demonstrator",
     "EnvConfig",
@@ -161,10 +174,10 @@ __all__ = [
     "Group",
     "KVCache",
     "ModelShape",
+    "Plant",
     "RLConfig",
     "Rejected",
     "RolloutConfig",
-    "T",
     "Task",
     "TinyAgent",
     "Tokenizer",
@@ -196,12 +209,16 @@ __all__ = [
     "expected_groups_per_kept",
     "fill_groups",
     "filter_by_pass_rate",
+    "flop_count_check",
     "forward_flops",
     "fused_log_probs",
     "fused_policy_loss",
     "global_token_count",
+    "group_filter_check",
+    "head_memory_check",
     "kl_estimate",
-    "main",
+    "leak_check",
+    "log_prob_tolerance",
     "make_env",
     "make_rl_base",
     "make_tasks",
@@ -214,6 +231,7 @@ __all__ = [
     "pad_rows",
     "padded_tokens",
     "peak_memory",
+    "planted_faults",
     "prefill_seconds",
     "prefill_tokens",
     "prefix_tree_tokens",
@@ -227,6 +245,7 @@ __all__ = [
     "run_tests",
     "sample_groups",
     "sample_step",
+    "schedule_check",
     "segment_attention",
     "segment_cumsum",
     "selected_log_probs",
@@ -234,18 +253,22 @@ __all__ = [
     "sequence_log_probs",
     "snap_weights",
     "source_of",
+    "split_invariance_check",
     "spread",
     "step_cost",
     "step_normalizer",
+    "step_zero_ratio_check",
     "token_budget_batches",
     "train_curriculum",
     "train_rl",
     "train_tokens_per_s",
     "training_flops",
     "transformers_inputs",
+    "unit_roundoff",
     "unpack",
     "zero_advantage_groups",
 ]
+__version__ = "0.1.0"
 
 _HOME = {
     "ACTIONS": "gym",
@@ -319,15 +342,12 @@ _HOME = {
     "fused_log_probs": "logits",
     "fused_policy_loss": "logits",
     "peak_memory": "logits",
-    "KINDS": "accumulation",
     "accumulate_gradients": "accumulation",
     "global_token_count": "accumulation",
-    "main": "accumulation",
     "step_normalizer": "accumulation",
     "ESTIMATES": "curriculum",
     "Group": "curriculum",
     "SAMPLINGS": "curriculum",
-    "T": "curriculum",
     "draw_weighted": "curriculum",
     "estimate_pass_rate": "curriculum",
     "expected_groups_per_kept": "curriculum",
@@ -355,20 +375,32 @@ _HOME = {
     "step_cost": "throughput",
     "train_tokens_per_s": "throughput",
     "training_flops": "throughput",
+    "AuditError": "audit",
+    "CheckResult": "audit",
+    "LOGIT_SCALE": "audit",
+    "Plant": "audit",
+    "SIGMAS": "audit",
+    "flop_count_check": "audit",
+    "group_filter_check": "audit",
+    "head_memory_check": "audit",
+    "leak_check": "audit",
+    "log_prob_tolerance": "audit",
+    "planted_faults": "audit",
+    "schedule_check": "audit",
+    "split_invariance_check": "audit",
+    "step_zero_ratio_check": "audit",
+    "unit_roundoff": "audit",
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version
+if not TYPE_CHECKING:  # a type checker shall see the names above and no others
 
-        return version("agentrl-book")
-    if name not in _HOME:
-        raise AttributeError(f"module 'agentrl' has no attribute {name!r}")
-    value = getattr(import_module(f"agentrl.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'agentrl' has no attribute {name!r}")
+        value = getattr(import_module(f"agentrl.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
 
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__, "__version__"])
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from agentrl.grpo import LOSS_AGG_MODES, reinforce_loss
 from agentrl.policy import TinyAgent, sequence_log_probs
 
-__all__ = ["KINDS", "accumulate_gradients", "global_token_count", "main", "step_normalizer"]
+__all__ = ["accumulate_gradients", "global_token_count", "step_normalizer"]
 
 
 def _episode_loss(
@@ -196,7 +196,7 @@ def accumulate_gradients(
     return total
 
 
-KINDS = ("all-reduce", "ddp", "fsdp2")
+_KINDS = ("all-reduce", "ddp", "fsdp2")
 _PER_RANK = 2  # microbatches
 
 
@@ -260,7 +260,7 @@ def _compare(kind: str, batch: dict[str, Any], device: torch.device) -> str:
 
 # long: the script
 @errors.record  # so that torchrun prints the message of the rank that failed first
-def main(argv: Sequence[str] | None = None) -> None:
+def _main(argv: Sequence[str] | None = None) -> None:
     """Compare the gradient that ranks make together with that of one process; under torchrun."""
     parser = argparse.ArgumentParser(prog="agentrl.accumulation")
     parser.add_argument("batch", nargs="?", help="a file with a batch and weights; else a toy")
@@ -287,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     loaded = torch.load(args.batch, weights_only=True) if args.batch else _toy_batch()
     batch = {k: v if k == "weights" else v.to(device) for k, v in loaded.items()}
     say("            own count  global to 1e-12    loss    norm")
-    for kind in KINDS:
+    for kind in _KINDS:
         say(_compare(kind, batch, device))
     masks = [batch["action_mask"]] * (2 if rank + 1 < ranks else 1)
     try:
@@ -301,4 +301,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__" and "TORCHELASTIC_RUN_ID" in os.environ:  # not in a notebook
-    main()
+    _main()

@@ -39,7 +39,6 @@ __all__ = [
     "ESTIMATES",
     "SAMPLINGS",
     "Group",
-    "T",
     "draw_weighted",
     "estimate_pass_rate",
     "expected_groups_per_kept",
@@ -50,7 +49,7 @@ __all__ = [
     "train_curriculum",
 ]
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def expected_groups_per_kept(p: float, n: int) -> float:
@@ -74,7 +73,7 @@ def expected_groups_per_kept(p: float, n: int) -> float:
     q = min(p, 1 - p)
     if n == 1 or q == 0:
         return math.inf
-    # 1 - (1-q)^n without cancellation; q^n is at most half of it for n >= 2.
+    # 1 - (1-q)^n without cancellation; q^n is at most a third of it for n >= 2.
     return 1 / (-math.expm1(n * math.log1p(-q)) - q**n)
 
 
@@ -94,11 +93,11 @@ def _inside(rate: Any, low: float, high: float) -> bool:
 
 # long: its arguments are most of it
 def filter_by_pass_rate(
-    tasks: Sequence[T],
+    tasks: Sequence[_T],
     pass_rates: Sequence[Any] | Mapping[str, Any] | Tensor,
     low: float = 0.0,
     high: float = 1.0,
-) -> list[T]:
+) -> list[_T]:
     """Return the tasks whose pass rate lies strictly between `low` and `high`, in order.
 
     Args:
@@ -197,19 +196,19 @@ def draw_weighted(weights: Sequence[float], count: int, generator: torch.Generat
 
 def _choose(
     rates: Sequence[float], count: int, rule: _Rule, generator: torch.Generator
-) -> tuple[list[int], str]:
-    """Pick the tasks of a step by index; a reason if it could not go as usual."""
+) -> tuple[list[int], int, str]:
+    """Pick the tasks of a step by index, revisits last; how many those are; a reason if any."""
     if rule.sampling == "proportional":
         chosen = draw_weighted([rate * (1 - rate) for rate in rates], count, generator)
-        return chosen, "" if chosen else "every weight is 0"
+        return chosen, 0, "" if chosen else "every weight is 0"
     indices = list(range(len(rates)))
     pool = filter_by_pass_rate(indices, rates, rule.low, rule.high)
     outside = sorted(set(indices) - set(pool))
     # No draw is made for nothing: with every task in the pool, the generator runs as in `train_rl`.
     chosen = draw_tasks(pool, count, generator) if pool else []
-    if rule.revisit and outside:
-        chosen += draw_tasks(outside, rule.revisit, generator)
-    return chosen, "" if pool else f"the pool is empty: {len(chosen)} revisited"
+    revisits = draw_tasks(outside, rule.revisit, generator) if rule.revisit and outside else []
+    reason = "" if pool else f"the pool is empty: {len(revisits)} revisited"
+    return chosen + revisits, len(revisits), reason
 
 
 Group = Sequence[Trajectory]
@@ -253,8 +252,8 @@ def _sample(
     groups: list[list[list[float]]],
     rule: _Rule,
     generator: torch.Generator,
-) -> tuple[list[Trajectory], list[Trajectory], str]:
-    """Sample a step and remember its rewards in `groups`; returns (kept, sampled, reason)."""
+) -> tuple[list[Trajectory], list[Trajectory], int, str]:
+    """Sample a step and note its rewards in `groups`: (kept, sampled, revisits, reason)."""
 
     def sample(chosen: Sequence[int]) -> list[list[Trajectory]]:
         drawn = [tasks[index] for index in chosen]
@@ -270,11 +269,11 @@ def _sample(
         kept, sampled, reason = fill_groups(
             lambda count: sample(draw_tasks(indices, count, generator)), want, rule.max_groups
         )
-        return [t for g in kept for t in g], [t for g in sampled for t in g], reason
+        return [t for g in kept for t in g], [t for g in sampled for t in g], 0, reason
     rates = [estimate_pass_rate(seen, rule.estimate) for seen in groups]
-    chosen, reason = _choose(rates, cfg.prompts_per_step, rule, generator)
+    chosen, revisits, reason = _choose(rates, cfg.prompts_per_step, rule, generator)
     trajs = [traj for group in sample(chosen) for traj in group] if chosen else []
-    return trajs, trajs, reason
+    return trajs, trajs, revisits, reason
 
 
 # long: a run, its checkpoint and its resumption belong together
@@ -309,8 +308,9 @@ def train_curriculum(
         on_step: called after each step with the model and the history; a true value ends the run.
 
     Returns:
-        Per step the record of `train_rl`, over all sampled episodes; with a `reason` where the pool
-        was empty, the budget of `dynamic` did not suffice, or the run ended early.
+        Per step the record of `train_rl`, over all sampled episodes; where tasks were revisited,
+        `revisits` and how many of their groups were silent, `silent_revisits`; and a `reason` where
+        the pool was empty, the budget of `dynamic` did not suffice, or the run ended early.
 
     Raises:
         ValueError: for an argument out of range, or a checkpoint of another run.
@@ -326,15 +326,16 @@ def train_curriculum(
     state = _resume(path, run, steps, parts)
     history, groups = state.get("history", []), state.get("groups", [[] for _ in tasks])
     for step in progress(range(len(history), steps), desc="train_curriculum"):
-        kept, trajs, reason = _sample(model, tasks, tok, cfg, groups, rule, generator)
+        kept, trajs, revisits, reason = _sample(model, tasks, tok, cfg, groups, rule, generator)
         if not trajs:  # no group, no new estimate: it would stay so for ever
             history[-1]["reason"] = f"stopped after {step} of {steps} steps: {reason}"
             break
         stats = rl_update(model, parts[1], kept or trajs, cfg)
         rewards = torch.tensor([traj.reward for traj in trajs], dtype=torch.float64)
-        stats["zero_advantage"] = (
-            zero_advantage_groups(rewards, cfg.group_size).double().mean().item()
-        )
+        silent = zero_advantage_groups(rewards, cfg.group_size)
+        stats["zero_advantage"] = silent.double().mean().item()
+        if revisits:
+            stats |= {"revisits": revisits, "silent_revisits": int(silent[-revisits:].sum())}
         reward = sum(traj.reward for traj in trajs) / len(trajs)
         tokens = sum(len(traj.ids) for traj in trajs)
         history.append({"episodes": len(trajs), "tokens": tokens, "reward": reward, **stats})

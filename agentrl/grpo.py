@@ -261,7 +261,7 @@ class Demonstrator:
         look: it looks at the program first.
         skill: an edit is the right one.
         near, far, slip: odds of a wrong edit to replace the right token, any token of the program,
-            or any token at all, which the tool may refuse.
+            or any token that is part of some repair, which the tool may refuse.
         test: it tests after an edit.
         give_up: it submits after a failed test.
         relook: it looks again after a refusal, or after reverting a failed edit.
@@ -499,12 +499,16 @@ def zero_advantage_groups(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def _norm_const(mask: Tensor, cfg: RLConfig) -> float:
-    """Return the denominator of the whole batch, so that microbatches add up to it."""
+    """Return the denominator of the whole batch, so that microbatches add up to it.
+
+    It counts policy tokens for `token_mean` and rows that have one for the other modes, at least
+    1; for `constant` it is that many times `max_tokens`.
+    """
+    mask = mask.bool()
     if cfg.loss_agg_mode == "token_mean":
         return max(float(mask.sum()), 1.0)
-    if cfg.loss_agg_mode == "constant":
-        return float(len(mask) * cfg.max_tokens)
-    return max(float((mask.sum(1) > 0).sum()), 1.0)
+    rows = max(float(mask.any(1).sum()), 1.0)
+    return rows * cfg.max_tokens if cfg.loss_agg_mode == "constant" else rows
 
 
 # long: one update, from trajectories to changed weights
@@ -515,7 +519,8 @@ def rl_update(
 
     Args:
         trajs: group after group, as `sample_step` returns them.
-        cfg: the advantage, the averaging, the clip; `constant` divides by B * max_tokens.
+        cfg: the advantage, the averaging, the clip; `constant` divides by
+            max_tokens * episodes that have a policy token.
 
     Returns:
         `loss` and `grad_norm` of the last pass, `clip_fraction` over policy tokens of the last pass

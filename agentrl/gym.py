@@ -68,7 +68,7 @@ class Rejected(Exception):
 
 
 MAX_SOURCE = 600  # characters
-MAX_STEPS = 500  # passes through loops and results of calls, per test
+MAX_STEPS = 500  # passes through loops, calls and lists, per test
 MAX_ITEMS = 100  # in a list
 MAX_BITS = 64  # in an integer
 

@@ -211,13 +211,18 @@ def _spans(total: int, size: int, plan: _Plan) -> list[slice]:
 _OUT_DTYPE = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 8)
 
 
-def _factors(x: Tensor, plan: _Plan, size: int) -> Callable[[slice], Tensor]:
+def _mixed(x: Tensor) -> bool:
+    return x.is_cuda and _OUT_DTYPE
+
+
+def _factors(x: Tensor, plan: _Plan, size: int, wide: bool = False) -> Callable[[slice], Tensor]:
     """Return a function from a span of at most `size` rows of x to them as factors of a product.
 
-    What has to be converted goes through one buffer: a fresh tensor per tile costs more than the
-    conversion. So a factor is valid until the next one is asked for.
+    They are rounded to plan.low. `wide` factors have the dtype that makes float32 logits. What has
+    to be converted goes through one buffer: a fresh tensor per tile costs more than the conversion.
+    So a factor is valid until the next one is asked for.
     """
-    dtype = plan.low if x.device.type == "cuda" and _OUT_DTYPE else plan.acc
+    dtype = plan.acc if wide and not _mixed(x) else plan.low
     if x.dtype == plan.low == dtype:
         return lambda span: x[span]
     buffer = x.new_empty(size, x.shape[1], dtype=dtype)
@@ -225,18 +230,16 @@ def _factors(x: Tensor, plan: _Plan, size: int) -> Callable[[slice], Tensor]:
 
 
 def _multiply(out: Tensor, a: Tensor, b: Tensor, add: bool = False) -> Tensor:
-    """Compute out = a @ b, or out += a @ b, summed in the dtype of `out`."""
+    """Compute out = a @ b, or out += a @ b. Inside a product, and over several, sums are float32.
+
+    A CPU cannot return float32 from bf16 factors: there each product is rounded, then added.
+    """
+    if a.dtype != out.dtype and not (_mixed(a) and out.dtype == torch.float32):
+        product = torch.mm(a, b)
+        return out.add_(product) if add else out.copy_(product)
     mixed = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
     # not addmm_: PyTorch's counter of operations does not see that one
     return torch.addmm(out, a, b, out=out, **mixed) if add else torch.mm(a, b, out=out, **mixed)
-
-
-def _multiply_once(out: Tensor, a: Tensor, b: Tensor, plan: _Plan) -> None:
-    """Compute out = a @ b, summed in plan.acc and rounded once, to the dtype of `out`."""
-    if out.dtype == plan.low:
-        torch.mm(a.to(plan.low), b.to(plan.low), out=out)
-    else:
-        out.copy_(_multiply(out.new_empty(out.shape, dtype=plan.acc), a, b))
 
 
 @contextlib.contextmanager
@@ -293,24 +296,26 @@ def _absorb(z: Tensor, ids: Tensor, span: slice, state: Tensor, moment: bool = F
 def _tile_slopes(
     z: Tensor, ids: Tensor, span: slice, saved: Tensor, g: Tensor, q: Tensor | None
 ) -> None:
-    """Turn a tile of logits z [t, v] into the derivative of the loss by the unscaled logits.
+    """Turn a tile of logits z [t, v] into the derivative of the loss by the logits, over a unit.
 
     saved [3, t] is the maximum, the sum and the entropy of each token; g is -1/temperature times
-    the gradient by its log-prob, q the same by its entropy.
+    the gradient by its log-prob, q the same by its entropy. The unit is a number per token, g / sum
+    without q and 1 / sum with it: a factor for rows of D numbers, not for the rows of the tile.
     """
     top, total, entropy = saved
     z.sub_(top[:, None])
     if q is None:
-        z.exp_().mul_((g / total)[:, None])
+        z.exp_()
+        _subtract_chosen(z, ids, span, total)
     else:
         slope = (z + (entropy - total.log())[:, None]).mul_(q[:, None]).add_(g[:, None])
-        z.exp_().mul_(slope.div_(total[:, None]))
-    _subtract_chosen(z, ids, span, g)
+        z.exp_().mul_(slope)
+        _subtract_chosen(z, ids, span, g * total)
 
 
-def _subtract_chosen(z: Tensor, ids: Tensor, span: slice, g: Tensor) -> None:
+def _subtract_chosen(z: Tensor, ids: Tensor, span: slice, amount: Tensor) -> None:
     column, inside = _column(ids, span)
-    z.scatter_add_(1, column, torch.where(inside, -g[:, None], 0.0))
+    z.scatter_add_(1, column, torch.where(inside, -amount[:, None], 0.0))
 
 
 def _scan(
@@ -319,7 +324,7 @@ def _scan(
     """Log-probs [N], and maximum, sum and entropy [3, N], of the tokens of hidden [N, D]."""
     buffer = hidden.new_empty(plan.rows * plan.cols, dtype=plan.acc)
     state = _new_state(len(hidden), buffer)
-    row_factor, col_factor = _row_factors(hidden, plan), _factors(weight, plan, plan.cols)
+    row_factor, col_factor = _row_factors(hidden, plan), _factors(weight, plan, plan.cols, True)
     for v in _spans(len(weight), plan.cols, plan):
         w = col_factor(v)
         for t in _spans(len(hidden), plan.rows, plan):
@@ -335,9 +340,26 @@ def _scan(
 def _row_factors(hidden: Tensor, plan: _Plan) -> Callable[[slice], Tensor]:
     # Few tokens are converted once; many, tile by tile, or the copy would grow with their number.
     if len(hidden) > 4 * plan.rows:
-        return _factors(hidden, plan, plan.rows)
-    whole = _factors(hidden, plan, len(hidden))(slice(0, len(hidden)))
+        return _factors(hidden, plan, plan.rows, True)
+    whole = _factors(hidden, plan, len(hidden), True)(slice(0, len(hidden)))
     return lambda t: whole[t]
+
+
+def _scaled(h: Tensor, unit: Tensor) -> Tensor:
+    return h * unit[:, None]
+
+
+def _spare(hidden: Tensor, plan: _Plan) -> Tensor | None:
+    """Room for a tile in plan.low, where that is not the dtype of the logits."""
+    return None if plan.low == plan.acc else hidden.new_empty(plan.rows * plan.cols, dtype=plan.low)
+
+
+def _lowered(z: Tensor, unit: Tensor, spare: Tensor | None) -> Tensor:
+    """The tile itself, still in its unit, or unit * z rounded into `spare`.
+
+    To round it is a walk over the tile in any case, and float16 has no room for other units.
+    """
+    return z if spare is None else spare[: z.numel()].view(z.shape).copy_(z.mul_(unit[:, None]))
 
 
 def _scan_back(
@@ -353,28 +375,33 @@ def _scan_back(
     """Gradients by hidden, in plan.acc, and by weight, in its dtype."""
     # long: two loops around one tile, whose lines belong together
     buffer = saved.new_empty(plan.rows * plan.cols)
+    spare = _spare(hidden, plan)
+    unit = (g if q is None else 1.0) / saved[1]
     grad_h = saved.new_zeros(hidden.shape) if needs[0] else None
     grad_w = torch.empty_like(weight) if needs[1] else None
     if needs[1] and not len(hidden):
         grad_w.zero_()
     add_up = weight.dtype != plan.acc and len(hidden) > plan.rows  # in float32, tile by tile
     tile_w = saved.new_empty(plan.cols if add_up else 0, weight.shape[1])
-    row_factor, col_factor = _row_factors(hidden, plan), _factors(weight, plan, plan.cols)
+    row_factor, col_factor = _row_factors(hidden, plan), _factors(weight, plan, plan.cols, True)
+    low_rows, low_cols = _factors(hidden, plan, plan.rows), _factors(weight, plan, plan.cols)
     for v in _spans(len(weight), plan.cols, plan):
         w = col_factor(v)
         for t in _spans(len(hidden), plan.rows, plan):
             h = row_factor(t)
             z = _tile_logits(buffer, h, w, plan.scale)
             _tile_slopes(z, ids[t], v, saved[:, t], g[t], None if q is None else q[t])
-            z = z.to(h.dtype)
+            z = _lowered(z, unit[t], spare)
             if grad_h is not None:
-                _multiply(grad_h[t], z, w, add=True)
-            if needs[1] and len(hidden) <= plan.rows:
-                _multiply_once(grad_w[v], z.T, h, plan)
-            elif needs[1]:
-                _multiply(tile_w[: len(w)] if add_up else grad_w[v], z.T, h, add=t.start > 0)
+                _multiply(grad_h[t], z, low_cols(v), add=True)
+            if needs[1]:
+                into = tile_w[: len(w)] if add_up else grad_w[v]
+                h = _scaled(h, unit[t]) if spare is None else low_rows(t)
+                _multiply(into, z.T, h, add=t.start > 0)
         if needs[1] and add_up:
             grad_w[v] = tile_w[: len(w)]
+    if grad_h is not None and spare is None:
+        grad_h.mul_(unit[:, None])
     return grad_h, grad_w
 
 
@@ -505,7 +532,7 @@ def _policy_chunk(
     ids: Tensor,
     plan: _Plan,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs [n] of a chunk, and what turns each tile in buffer into p: a factor [tiles, n]."""
+    """Log-probs [n] of a chunk, and the unit [tiles, n] in which buffer holds the tiles of p."""
     state = _new_state(len(h), buffer)
     tops = buffer.new_empty(-(-vocab // plan.cols), len(h))
     for k, v in enumerate(_spans(vocab, plan.cols, plan)):
@@ -513,7 +540,8 @@ def _policy_chunk(
         _absorb(z, ids, v, state)
         tops[k] = state[0]
     top, total, chosen, _ = state
-    return (chosen - top) - total.log(), tops.sub_(top).exp_().div_(total)
+    # A tile e^40 below the largest logit vanishes beside it; the bound keeps 1 / unit finite.
+    return (chosen - top) - total.log(), tops.sub_(top).clamp_(min=-40).exp_().div_(total)
 
 
 def _slope(
@@ -536,7 +564,7 @@ def _policy_pass(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Loss, log-probs, gradient by hidden, gradient by weight (in plan.acc or its own dtype)."""
     # long: one chunk of tokens from its logits to both gradients
-    chunks = _spans(len(hidden), plan.rows, plan)
+    chunks, tiles = _spans(len(hidden), plan.rows, plan), _spans(len(weight), plan.cols, plan)
     logp = hidden.new_zeros(len(hidden), dtype=plan.acc)
     loss = logp.new_zeros(())
     grad_h = torch.zeros_like(hidden) if needs[0] else None
@@ -545,28 +573,31 @@ def _policy_pass(
     grad_w = torch.empty_like(weight, dtype=dtype) if needs[1] else None
     if needs[1] and not chunks:
         grad_w.zero_()
-    buffer = logp.new_empty(plan.rows * len(weight))
+    buffer, spare = logp.new_empty(plan.rows * len(weight)), _spare(hidden, plan)
     sum_h = logp.new_empty(plan.rows, weight.shape[1])
-    row_factor, factor = _factors(hidden, plan, plan.rows), _factors(weight, plan, plan.cols)
+    row_factor = _factors(hidden, plan, plan.rows, True)
+    col_factor = _factors(weight, plan, plan.cols, True)
+    low_rows, low_cols = _factors(hidden, plan, plan.rows), _factors(weight, plan, plan.cols)
     for t in chunks:
         h, n = row_factor(t), t.stop - t.start
-        logp[t], share = _policy_chunk(buffer, h, factor, len(weight), ids[t], plan)
+        logp[t], unit = _policy_chunk(buffer, h, col_factor, len(weight), ids[t], plan)
         value, slope = _slope(loss_fn, logp[t], t)
         loss += value
         g = slope * -plan.scale
-        for k, v in enumerate(_spans(len(weight), plan.cols, plan)) if any(needs) else ():
+        sums = sum_h[:n].zero_()
+        for k, v in enumerate(tiles) if any(needs) else ():
             z = buffer[n * v.start : n * v.stop].view(n, -1)
-            z.mul_(share[k].mul_(g)[:, None])
-            _subtract_chosen(z, ids[t], v, g)
-            z = z.to(h.dtype)
+            _subtract_chosen(z, ids[t], v, 1 / unit[k])
+            z = _lowered(z, unit[k] * g, spare)
             if grad_h is not None:
-                _multiply(sum_h[:n], z, factor(v), add=k > 0)
-            if grad_w is not None and len(chunks) > 1:
-                _multiply(grad_w[v], z.T, h, add=t.start > 0)
-            elif grad_w is not None:
-                _multiply_once(grad_w[v], z.T, h, plan)
+                if k > 0 and spare is None:  # what is summed goes into the unit of this tile
+                    sums.mul_((unit[k - 1] / unit[k])[:, None])
+                _multiply(sums, z, low_cols(v), add=True)
+            if grad_w is not None:
+                x = _scaled(h, unit[k] * g) if spare is None else low_rows(t)
+                _multiply(grad_w[v], z.T, x, add=t.start > 0)
         if grad_h is not None:
-            grad_h[t] = sum_h[:n]
+            grad_h[t] = sums if spare is not None else _scaled(sums, unit[-1] * g)
     return loss, logp, grad_h, grad_w
 
 

@@ -246,7 +246,10 @@ def rank_imbalance(
     *,
     packed: bool = False,
 ) -> tuple[float, float]:
-    """Time of a step over the time of a perfectly balanced one, at least 1.
+    """Time of a step over that of the same microbatches perfectly balanced, at least 1.
+
+    Padding counts on both sides. So this compares the ranks of one schedule, and two schedules only
+    if they pad alike.
 
     Args:
         ranks: microbatches of each rank, lists of indices into `lengths`.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from agentrl.rollout import Trajectory, pad_rows
+from agentrl.rollout import Trajectory, check_trajectories, pad_rows
 
 __all__ = [
     "block_mask",
@@ -210,7 +210,7 @@ def pack_sequences(trajs: Sequence[Trajectory], max_tokens: int, pad_id: int = 0
         `ids[segment_ids >= 0]`.
 
     Raises:
-        ValueError, TypeError: naming the index of a trajectory that is malformed or too long.
+        ValueError: naming the index of a trajectory that is malformed or too long.
     """
     _check(trajs)
     lengths = [len(traj.ids) for traj in trajs]
@@ -238,22 +238,20 @@ def pack_sequences(trajs: Sequence[Trajectory], max_tokens: int, pad_id: int = 0
 
 
 def _check(trajs: Sequence[Trajectory]) -> None:
-    if len(trajs) == 0:
-        raise ValueError("trajs is empty: there is nothing to pack")
+    """Refuse what `check_trajectories` refuses, except a sequence of one token."""
+
+    def one_more(traj: Trajectory) -> Trajectory:
+        fields = traj.ids, traj.action_mask, traj.sample_logp
+        if [list(x.shape) for x in fields] != [[1], [0], [0]]:
+            return traj
+        ids, mask, logp = (F.pad(x, (0, 1)) for x in fields)  # it predicts nothing, but packs
+        return Trajectory(ids, mask, logp, traj.reward)
+
+    check_trajectories([one_more(traj) for traj in trajs])
     for index, traj in enumerate(trajs):
-        ids, mask, logp = traj.ids, traj.action_mask, traj.sample_logp
-        if ids.ndim != 1 or len(ids) < 1:
-            raise ValueError(f"trajs[{index}].ids has shape {list(ids.shape)}, needs [T >= 1]")
-        if ids.dtype not in (torch.int64, torch.int32):
-            raise TypeError(f"trajs[{index}].ids is {ids.dtype}, needs integers")
-        for name, value in (("action_mask", mask), ("sample_logp", logp)):
-            if list(value.shape) != [len(ids) - 1]:
-                shapes = f"{list(value.shape)}, needs [{len(ids) - 1}]"
-                raise ValueError(f"trajs[{index}].{name} has shape {shapes}")
-        if not logp.is_floating_point():
-            raise TypeError(f"trajs[{index}].sample_logp is {logp.dtype}, needs floats")
-        if mask.is_complex() or not ((mask == 0) | (mask == 1)).all():
-            raise TypeError(f"trajs[{index}].action_mask ({mask.dtype}) is not made of 0 and 1")
+        if not traj.sample_logp.is_floating_point():
+            dtype = traj.sample_logp.dtype
+            raise ValueError(f"trajs[{index}].sample_logp is {dtype}, needs floats")
 
 
 def unpack(values: Tensor, packed: dict[str, Any]) -> list[Tensor]:
@@ -317,6 +315,7 @@ def segment_attention(
     )
 
 
+# long: it repeats the signature that it answers to
 class _SegmentAttention(TorchFunctionMode):
     """Answers a model's calls of `scaled_dot_product_attention` with `segment_attention`."""
 
@@ -330,7 +329,26 @@ class _SegmentAttention(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         self.calls += 1
-        return segment_attention(*args[:3], self.lengths)
+        return self._attend(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,  # scale, enable_gqa
+    ) -> Tensor:
+        if attn_mask is not None or dropout_p or not (is_causal or query.shape[-2] == 1):
+            given = "no" if attn_mask is None else "a"
+            raise RuntimeError(
+                "the model must attend causally, without a mask or dropout, but it called "
+                f"scaled_dot_product_attention with {given} mask, dropout_p = {dropout_p}, "
+                f"is_causal = {is_causal}: use attention='mask'"
+            )
+        return segment_attention(query, key, value, self.lengths, **options)
 
 
 # long: most of it is the contract
@@ -355,7 +373,8 @@ def packed_logits(
     Raises:
         ValueError: if the shapes differ, or for another `attention`.
         RuntimeError: for `segments` with a model that does not attend by
-            `torch.nn.functional.scaled_dot_product_attention`.
+            `torch.nn.functional.scaled_dot_product_attention`, or that asks it for a mask of its
+            own, for dropout, or for attention that is not causal.
     """
     if not ids.shape == position_ids.shape == segment_ids.shape:
         shapes = [list(x.shape) for x in (ids, position_ids, segment_ids)]

@@ -25,22 +25,75 @@ class KVCache:
     """Keys and values of the positions seen so far.
 
     Attributes:
-        keys, values: [layers, B, heads, max_len, head_dim]; filled up to `length`.
-        length: positions seen, the same in every row.
+        memory: [layers, B, max_len, 2, heads, head_dim], a key and a value for each position.
+        lengths: positions seen, of each of the B rows.
     """
 
-    keys: Tensor
-    values: Tensor
-    length: int = 0
+    memory: Tensor
+    lengths: list[int]
 
-    def select(self, rows: Tensor) -> "KVCache":
-        """Keep the given rows, indices [K], and forget the others."""
-        kept = []
-        for full in (self.keys, self.values):
-            L, _, H, S, D = full.shape
-            kept.append(full.new_empty(L, len(rows), H, S, D))
-            kept[-1][:, :, :, : self.length] = full[:, rows, :, : self.length]  # the filled part
-        return KVCache(*kept, self.length)
+    def select(self, rows: list[int]) -> None:
+        """Keep these rows, in this order, and forget the others."""
+        filled = max(self.lengths)
+        self.memory[:, : len(rows), :filled] = self.memory[:, rows, :filled]
+        self.memory = self.memory[:, : len(rows)]
+        self.lengths = [self.lengths[row] for row in rows]
+
+
+@dataclass
+class _NewTokens:
+    """Where N new tokens stand: end to end as the model reads them, and row by row.
+
+    Attributes:
+        row, position: [N], the place of each in the cache.
+        length: S, positions of the longest row.
+        grid: [B, T], the token that is the t-th new one of row b; 0 where there is none.
+        cell: [N], the reverse: where each token is in the flattened grid.
+        mask: bool [B, 1, T, S], True where a new token may attend to a position; None for
+            the only token of the only row, which may attend to all.
+    """
+
+    row: Tensor
+    position: Tensor
+    length: int
+    grid: Tensor
+    cell: Tensor
+    mask: Tensor | None
+
+
+def _extend(cache: KVCache, counts: list[int]) -> _NewTokens:
+    """Make room for `counts[b]` tokens at the end of each row b of the cache."""
+    before, limit, device = cache.lengths, cache.memory.shape[2], cache.memory.device
+    for b, (start, n) in enumerate(zip(before, counts, strict=True)):
+        if start + n > limit:
+            raise ValueError(f"row {b}: {start} + {n} positions exceed max_len = {limit}")
+    cache.lengths = [start + n for start, n in zip(before, counts, strict=True)]
+    T, S = max(counts), max(cache.lengths)
+    cache.memory[:, :, max(before) : S] = 0  # a masked value has weight 0, and 0 * NaN is NaN
+    rows = [b for b, n in enumerate(counts) for _ in range(n)]
+    positions = [s + t for s, n in zip(before, counts, strict=True) for t in range(n)]
+    cells = [b * T + t for b, n in enumerate(counts) for t in range(n)]
+    row, position, cell = torch.tensor([rows, positions, cells], device=device).unbind(0)
+    grid = cell.new_zeros(len(counts) * T)
+    grid[cell] = torch.arange(len(cells), device=device)
+    grid = grid.view(-1, T)
+    mask = None
+    if len(counts) > 1 or T > 1:
+        mask = torch.arange(S, device=device) <= position[grid][:, None, :, None]
+    return _NewTokens(row, position, S, grid, cell, mask)
+
+
+def _cached_attention(qkv: Tensor, memory: Tensor, new: _NewTokens) -> Tensor:
+    """Store keys and values, and attend to all that the rows hold: [N, 3, H, D/H] -> [N, H, D/H].
+
+    Args:
+        memory: of one layer, [B, max_len, 2, H, D/H].
+    """
+    memory[new.row, new.position] = qkv[:, 1:]
+    k, v = memory[:, : new.length].permute(2, 0, 3, 1, 4).unbind(0)  # each [B, H, S, D/H]
+    q = qkv[:, 0][new.grid].transpose(1, 2)  # [B, H, T, D/H]
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=new.mask)
+    return y.transpose(1, 2).flatten(0, 1)[new.cell]
 
 
 # long: a whole block, as it is usually written
@@ -58,19 +111,18 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * d_model, d_model, bias=False)
 
     def forward(
-        self, x: Tensor, mask: Tensor | None, cache: tuple[Tensor, Tensor, int] | None = None
+        self, x: Tensor, mask: Tensor | None, cache: tuple[Tensor, _NewTokens] | None = None
     ) -> Tensor:
         B, T, D = x.shape
         qkv = self.qkv(self.norm1(x)).view(B, T, 3, self.n_heads, D // self.n_heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, H, T, D/H]
-        if cache is not None:
-            keys, values, start = cache
-            keys[:, :, start : start + T] = k
-            values[:, :, start : start + T] = v
-            k, v = keys[:, :, : start + T], values[:, :, : start + T]
-        causal = mask is None and T > 1
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
-        x = x + self.proj(y.transpose(1, 2).reshape(B, T, D))
+        if cache is None:
+            q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, H, T, D/H]
+            causal = mask is None and T > 1
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+            y = y.transpose(1, 2)
+        else:
+            y = _cached_attention(qkv[0], *cache)
+        x = x + self.proj(y.reshape(B, T, D))
         return x + self.down(F.relu(self.up(self.norm2(x))))
 
 
@@ -87,7 +139,7 @@ class TinyAgent(nn.Module):
         seed: of the initial weights, drawn on the CPU.
 
     Attributes:
-        lm_head: the output layer; `lm_head.weight` is [V, D]. It starts as a copy of the token
+        lm_head: the output layer; `lm_head.weight` is [V, D]. It starts as half the token
             embedding, which makes copying a token from the context easy to learn, and is not tied.
     """
 
@@ -127,8 +179,8 @@ class TinyAgent(nn.Module):
     def new_cache(self, batch: int) -> KVCache:
         """Return an empty cache for `batch` rows of up to `max_len` positions."""
         width, heads = self.position.embedding_dim, self.blocks[0].n_heads
-        shape = (len(self.blocks), batch, heads, self.max_len, width // heads)
-        return KVCache(*(self.lm_head.weight.new_empty(shape) for _ in range(2)))
+        shape = (len(self.blocks), batch, self.max_len, 2, heads, width // heads)
+        return KVCache(self.lm_head.weight.new_empty(shape), [0] * batch)
 
     def hidden_states(
         self,
@@ -136,6 +188,7 @@ class TinyAgent(nn.Module):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cache: KVCache | None = None,
+        counts: list[int] | None = None,
     ) -> Tensor:
         """Return the states that the output head reads, [B, T, D].
 
@@ -143,25 +196,35 @@ class TinyAgent(nn.Module):
             ids: token ids [B, T].
             position_ids: [B, T]; by default 0, 1, 2, ... after what the cache holds.
             attention_mask: bool [B, 1, T, T], True where the row may attend to the column; by
-                default causal.
+                default causal. Not with a cache.
             cache: keys and values of the positions before `ids`; it is extended in place.
+            counts: for a cache of rows that differ: ids are [1, N], the new tokens of all rows
+                end to end, and `counts[b]` of them are row b's. By default T in each row.
 
         Raises:
-            ValueError: if the sequence would exceed `max_len`.
+            ValueError: if a sequence would exceed `max_len`, or `counts` do not fit.
         """
-        start, T = (cache.length if cache else 0), ids.shape[1]
-        if position_ids is None:
-            if start + T > self.max_len:
-                raise ValueError(f"{start} + {T} positions exceed max_len = {self.max_len}")
-            position_ids = torch.arange(start, start + T, device=ids.device)
-        if start and T > 1 and attention_mask is None:
-            attention_mask = ids.new_ones(T, start + T, dtype=torch.bool).tril(start)
-        x = self.token(ids) + self.position(position_ids)
-        for i, block in enumerate(self.blocks):
-            x = block(x, attention_mask, (cache.keys[i], cache.values[i], start) if cache else None)
-        if cache:
-            cache.length += T
-        return self.norm(x)
+        B, T = ids.shape
+        if cache is None:
+            new, places = None, torch.arange(T, device=ids.device)
+            if position_ids is None and ids.shape[1] > self.max_len:
+                raise ValueError(f"{T} positions exceed max_len = {self.max_len}")
+        else:
+            counts = [T] * B if counts is None else counts
+            if len(counts) != len(cache.lengths) or sum(counts) != B * T:
+                held = f"{B * T} tokens and {len(cache.lengths)} rows"
+                raise ValueError(f"counts = {counts} do not fit {held}")
+            new = _extend(cache, counts)
+            places = new.position.view(B, T)
+        x = self.token(ids) + self.position(places if position_ids is None else position_ids)
+        if new is None:
+            for block in self.blocks:
+                x = block(x, attention_mask)
+        else:
+            x = x.view(1, B * T, -1)
+            for i, block in enumerate(self.blocks):
+                x = block(x, None, (cache.memory[i], new))
+        return self.norm(x.view(B, T, -1))
 
     def forward(
         self,
@@ -169,9 +232,10 @@ class TinyAgent(nn.Module):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cache: KVCache | None = None,
+        counts: list[int] | None = None,
     ) -> Tensor:
         """Return logits [B, T, V]; the arguments are those of `hidden_states`."""
-        return self.lm_head(self.hidden_states(ids, position_ids, attention_mask, cache))
+        return self.lm_head(self.hidden_states(ids, position_ids, attention_mask, cache, counts))
 
 
 def selected_log_probs(logits: Tensor, ids: Tensor) -> Tensor:

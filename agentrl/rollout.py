@@ -4,6 +4,7 @@
 What does sampling cost, and which tokens are the policy's?
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,13 +65,13 @@ def _draw(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[list[int
 
     Args:
         logits: [K, V].
-        uniform: [K], in [0, 1).
+        uniform: [K], multiples of 2**-53 in [0, 1).
     """
     logp = (logits.cpu().double() / temperature).log_softmax(-1)
     cumulative = logp.exp().cumsum(-1)
-    total = cumulative[:, -1:]
-    below = total.nextafter(torch.zeros_like(total))  # a draw that rounds up to it is out of range
-    token = torch.searchsorted(cumulative, (uniform[:, None] * total).minimum(below), right=True)
+    # At most 1 - 2**-53 of the total: in float64 always below it, so some token is drawn.
+    target = uniform[:, None] * cumulative[:, -1:]
+    token = torch.searchsorted(cumulative, target, right=True)
     return token[:, 0].tolist(), logp.gather(-1, token)[:, 0].tolist()
 
 
@@ -80,21 +81,20 @@ class _Row:
 
     def __init__(self, env: Any) -> None:
         self.env = env
-        self.waiting = env.reset()[::-1]  # tokens that are not the policy's, last one first
         self.ids: list[int] = []
         self.sampled: list[bool] = []
         self.logp: list[float] = []
+        self._add(env.reset(), False, 0.0)
 
-    def take(self, drawn: tuple[int, float] | None) -> bool:
-        """Take a waiting token, or the drawn one; return whether the episode goes on."""
-        token, logp = (self.waiting.pop(), 0.0) if self.waiting else drawn
-        if drawn is not None:
-            observation, _ = self.env.step(token)
-            self.waiting = observation[::-1]
-        self.ids.append(token)
-        self.sampled.append(drawn is not None)
-        self.logp.append(logp)
-        return bool(self.waiting) or not self.env.done
+    def _add(self, tokens: list[int], sampled: bool, logp: float) -> None:
+        self.ids += tokens
+        self.sampled += [sampled] * len(tokens)
+        self.logp += [logp] * len(tokens)
+
+    def take(self, token: int, logp: float) -> None:
+        """Append a drawn token, and what the environment answers to it."""
+        self._add([token], True, logp)
+        self._add(self.env.step(token)[0], False, 0.0)
 
     def trajectory(self) -> Trajectory:
         return Trajectory(
@@ -106,8 +106,42 @@ class _Row:
         )
 
 
+def pad_rows(rows: Sequence[Tensor], width: int, value: float) -> Tensor:
+    """Stack rows of different lengths, filled up on the right with `value`: [B, width].
+
+    Raises:
+        ValueError: if a row is longer than `width`.
+    """
+    out = rows[0].new_full((len(rows), width), value)
+    for index, row in enumerate(rows):
+        if len(row) > width:
+            raise ValueError(f"rows[{index}] has {len(row)} entries, more than width = {width}")
+        out[index, : len(row)] = row
+    return out
+
+
+@torch.inference_mode()
+def _next_logits(
+    model: nn.Module, rows: Sequence[_Row], cache: Any, device: torch.device
+) -> Tensor:
+    """Read what the cache has not seen, or without a cache everything; return [K, V].
+
+    The new tokens of all rows go through the model end to end; whole prefixes are padded.
+    """
+    if cache is None:
+        ids = pad_rows(
+            [torch.tensor(row.ids) for row in rows], max(len(row.ids) for row in rows), 0
+        )
+        last = [len(row.ids) - 1 for row in rows]
+        return model(ids.to(device))[range(len(rows)), last]
+    new = [row.ids[seen:] for row, seen in zip(rows, cache.lengths, strict=True)]
+    counts = [len(tokens) for tokens in new]
+    ids = torch.tensor([list(itertools.chain(*new))], device=device)
+    last = [end - 1 for end in itertools.accumulate(counts)]
+    return model(ids, cache=cache, counts=counts)[0, last]
+
+
 # long: the sampler is one loop
-@torch.no_grad()
 def sample_groups(
     model: nn.Module,
     env_factory: Callable[[Task, Tokenizer], Any],
@@ -125,8 +159,8 @@ def sample_groups(
         env_factory: makes an environment from a task and a vocabulary, as `make_env(cfg)` does.
         tasks: one group each.
         cfg: has `group_size` and `temperature`, as `RolloutConfig`.
-        generator: of the draws, on the CPU. Each row uses one number per step, whatever the others
-            do, so the episodes depend on neither the device nor `use_cache`.
+        generator: of the draws, on the CPU. It gives one number per row and position, so the
+            episodes depend on neither the device nor `use_cache`, nor a row on the others.
         use_cache: keep keys and values; False runs every prefix again, to compare.
 
     Returns:
@@ -140,22 +174,27 @@ def sample_groups(
     device = next(model.parameters()).device
     rows = [_Row(env_factory(task, tok)) for task in tasks for _ in range(cfg.group_size)]
     cache = model.new_cache(len(rows)) if use_cache else None
-    alive, logits = list(range(len(rows))), torch.empty(0)
+    numbers: list[list[float]] = []  # by position and row
+
+    def draw_numbers(positions: int) -> None:
+        for _ in range(len(numbers), positions):
+            numbers.append(torch.rand(len(rows), generator=generator, dtype=torch.float64).tolist())
+
+    alive = list(range(len(rows)))
     while alive:
-        uniform = torch.rand(len(rows), generator=generator, dtype=torch.float64)
-        drawing = [k for k, r in enumerate(alive) if not rows[r].waiting]
-        drawn: dict[int, tuple[int, float]] = {}
-        if drawing:
-            numbers = uniform[[alive[k] for k in drawing]]
-            draws = _draw(logits[drawing], numbers, cfg.temperature)
-            drawn = dict(zip(drawing, zip(*draws, strict=True), strict=True))
-        kept = [k for k, r in enumerate(alive) if rows[r].take(drawn.get(k))]
-        if cache is not None and 0 < len(kept) < len(alive):
-            cache = cache.select(torch.tensor(kept, device=device))
+        batch = [rows[r] for r in alive]
+        logits = _next_logits(model, batch, cache, device)
+        draw_numbers(1 + max(len(row.ids) for row in batch))
+        uniform = [numbers[len(row.ids)][r] for r, row in zip(alive, batch, strict=True)]
+        uniform = torch.tensor(uniform, dtype=torch.float64)
+        draws = zip(batch, *_draw(logits, uniform, cfg.temperature), strict=True)
+        for row, token, logp in draws:
+            row.take(token, logp)
+        kept = [k for k, row in enumerate(batch) if not row.env.done]
+        if cache is not None and len(kept) < len(batch):
+            cache.select(kept)
         alive = [alive[k] for k in kept]
-        if alive:
-            new = [rows[r].ids[-1:] if use_cache else rows[r].ids for r in alive]
-            logits = model(torch.tensor(new, device=device), cache=cache)[:, -1]
+    draw_numbers(max(len(row.ids) for row in rows))  # leave the generator where the episodes end
     return [row.trajectory() for row in rows]
 
 
@@ -178,20 +217,6 @@ def check_trajectories(trajs: Sequence[Trajectory]) -> None:
             raise ValueError(
                 f"trajs[{index}].action_mask ({mask.dtype}) has values besides 0 and 1"
             )
-
-
-def pad_rows(rows: Sequence[Tensor], width: int, value: float) -> Tensor:
-    """Stack rows of different lengths, filled up on the right with `value`: [B, width].
-
-    Raises:
-        ValueError: if a row is longer than `width`.
-    """
-    out = rows[0].new_full((len(rows), width), value)
-    for index, row in enumerate(rows):
-        if len(row) > width:
-            raise ValueError(f"rows[{index}] has {len(row)} entries, more than width = {width}")
-        out[index, : len(row)] = row
-    return out
 
 
 def collate(trajs: Sequence[Trajectory], pad_id: int) -> dict[str, Tensor]:

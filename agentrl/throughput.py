@@ -91,18 +91,7 @@ class ModelShape:
     positions: int = 0
 
     def __post_init__(self) -> None:
-        sizes = ("vocab", "d_model", "heads", "kv_heads", "head_dim", "ffn", "norms")
-        for name in sizes:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
-        if not self.windows:
-            raise ValueError("windows is empty: it needs one entry per layer")
-        if self.sparse and len(self.sparse) != len(self.windows):
-            raise ValueError(f"sparse has {len(self.sparse)} layers, windows {len(self.windows)}")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads = {self.heads} is no multiple of kv_heads = {self.kv_heads}")
-        if self.top_k > self.experts:
-            raise ValueError(f"top_k = {self.top_k} exceeds experts = {self.experts}")
+        _check_shape(self)
 
     @classmethod
     def from_config(cls, config: Any) -> "ModelShape":
@@ -151,6 +140,21 @@ class ModelShape:
     def kv_bytes_per_token(self, bytes_per_value: float = 2.0) -> float:
         """Bytes by which the cache of one sequence grows per token, while no window is full."""
         return self.kv_bytes(1, bytes_per_value)
+
+
+def _check_shape(shape: "ModelShape") -> None:
+    sizes = ("vocab", "d_model", "heads", "kv_heads", "head_dim", "ffn", "norms")
+    for name in sizes:
+        if getattr(shape, name) < 1:
+            raise ValueError(f"{name} = {getattr(shape, name)} must be at least 1")
+    if not shape.windows:
+        raise ValueError("windows is empty: it needs one entry per layer")
+    if shape.sparse and len(shape.sparse) != len(shape.windows):
+        raise ValueError(f"sparse has {len(shape.sparse)} layers, windows {len(shape.windows)}")
+    if shape.heads % shape.kv_heads:
+        raise ValueError(f"heads = {shape.heads} is no multiple of kv_heads = {shape.kv_heads}")
+    if shape.top_k > shape.experts:
+        raise ValueError(f"top_k = {shape.top_k} exceeds experts = {shape.experts}")
 
 
 def matmul_weights(shape: ModelShape, experts: float | None = None) -> int:
@@ -242,7 +246,6 @@ def _read_config(config: Any) -> dict[str, Any]:
             f"known are {', '.join(_ARCHITECTURES)}"
         )
     get = _getter(config, kind)
-    latent = kind.startswith("deepseek")
     bias = get("attention_bias", False)
     shape = {
         "vocab": get("vocab_size"),
@@ -259,19 +262,23 @@ def _read_config(config: Any) -> dict[str, Any]:
     }
     if kind in ("mistral", "mixtral"):
         shape |= {"qkv_bias": False, "o_bias": False}
-    if latent:
-        rope = get("qk_rope_head_dim")
-        shape |= {"head_dim": get("qk_nope_head_dim") + rope, "rope_dim": rope}
-        shape |= {"v_dim": get("v_head_dim"), "kv_heads": shape["heads"]}
-        shape |= {"kv_lora": get("kv_lora_rank"), "q_lora": get("q_lora_rank", 0)}
-    else:
-        # Where a class has a fixed default of its own, the config must say the width.
-        divided = (
-            () if kind.startswith(("gemma", "qwen3")) else (shape["d_model"] // shape["heads"],)
-        )
-        shape["head_dim"] = get("head_dim", *divided)
-        shape["kv_heads"] = get("num_key_value_heads", *([shape["heads"]] * (kind == "llama")))
+    shape |= _heads(get, kind, shape["d_model"], shape["heads"])
     return shape | _experts(get, kind, len(shape["windows"]))
+
+
+def _heads(get: Any, kind: str, d_model: int, heads: int) -> dict[str, int]:
+    if kind.startswith("deepseek"):
+        rope = get("qk_rope_head_dim")
+        shape = {"head_dim": get("qk_nope_head_dim") + rope, "rope_dim": rope}
+        shape |= {"v_dim": get("v_head_dim"), "kv_heads": heads}
+        return shape | {"kv_lora": get("kv_lora_rank"), "q_lora": get("q_lora_rank", 0)}
+    # Where a class has a fixed default of its own, the config must say the width.
+    divided = () if kind.startswith(("gemma", "qwen3")) else (d_model // heads,)
+    default = (heads,) if kind == "llama" else ()
+    return {
+        "head_dim": get("head_dim", *divided),
+        "kv_heads": get("num_key_value_heads", *default),
+    }
 
 
 def _windows(get: Any, kind: str) -> tuple[int | None, ...]:
@@ -394,7 +401,6 @@ class Accelerator:
         return self.flops[dtype]
 
 
-# long: one row per device
 def _published(name: str, tflops: float, tb_s: float, gb: float, source: str, date: str) -> Any:
     flops = {"bfloat16": tflops * 1e12}
     return Accelerator(
@@ -408,11 +414,18 @@ ACCELERATORS = {
         _published("A100", 312, 2.039, 80, "NVIDIA A100 80GB SXM data sheet", "2020-11"),
         _published("H100", 989, 3.35, 80, "NVIDIA H100 SXM data sheet, half of sparse", "2022-03"),
         _published("H200", 989, 4.8, 141, "NVIDIA H200 SXM data sheet, half of sparse", "2023-11"),
-        _published("B200", 2250, 8.0, 180, "NVIDIA DGX B200 data sheet, an eighth", "2024-03"),
+        _published(
+            "B200", 2250, 8.0, 180, "NVIDIA Blackwell data sheet; DGX B200, an eighth", "2024-03"
+        ),
         _published("MI300X", 1307.4, 5.3, 192, "AMD Instinct MI300X data sheet", "2023-12"),
         _published("L40S", 362.05, 0.864, 48, "NVIDIA L40S data sheet", "2023-08"),
         _published(
-            "RTX PRO 6000", 503.8, 1.792, 96, "NVIDIA RTX Blackwell PRO whitepaper", "2025-03"
+            "RTX PRO 6000",
+            503.8,
+            1.792,
+            96,
+            "NVIDIA RTX Blackwell PRO whitepaper, Workstation Edition",
+            "2025-03",
         ),
     )
 }
@@ -675,7 +688,7 @@ def step_cost(
     Args:
         shape, gpu: the model and the device.
         episodes: per step, of `tokens` tokens each, of which the policy samples `policy_tokens`.
-        batch, context: of decoding, as in `decode_tokens_per_s`.
+        batch, context: of decoding, as in `decode_tokens_per_s`; at most `tokens` of context.
         busy: the share of the rollout time in which a GPU decodes, between waits.
         mfu, prefill_mfu: of training and scoring, and of prefill.
         bandwidth_share, bytes_per_weight, bytes_per_kv: as in `decode_tokens_per_s`.
@@ -701,6 +714,8 @@ def step_cost(
         turn_reuse=turn_reuse,
         group_reuse=group_reuse,
     )
+    if context > tokens:
+        raise ValueError(f"context = {context} exceeds tokens = {tokens}, all that there is to see")
     rate = decode_tokens_per_s(
         shape,
         gpu,

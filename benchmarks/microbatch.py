@@ -1,12 +1,9 @@
-"""Microbatch schedules side by side: round robin, verl 0.9.1, agentrl.
+"""Microbatch schedules: round robin, verl's, agentrl's, under the same hard cap on packed tokens.
 
-    python benchmarks/microbatch.py [--ranks 4 8] [--repeats 3]
+    python -m benchmarks microbatch
 
-All schedules have the same hard cap on the tokens of a packed microbatch. Each is judged by the
-cost model that verl balances with, 24576 s + s^2, and agentrl gets the same model as its `cost`, so
-that nobody is graded in a currency of their own. verl installs with `pip install --no-deps
-verl==0.9.1` plus ray, tensordict, pyvers, cloudpickle, hydra-core, omegaconf, codetiming, msgpack
-and protobuf; where it does not import, the tables say why and go on.
+Each is judged by the cost model that verl balances with, 24576 s + s^2, and agentrl gets the same
+model as its `cost`, so that nobody is graded in a currency of their own.
 
 How verl is called: `get_seqlen_balanced_partitions(workloads, ranks, equal_size=True)` gives the
 ranks their sequences, as its trainer's `_balance_batch` does; `rearrange_micro_batches` then splits
@@ -17,16 +14,21 @@ agree; that is the fixed point which the all-reduce reaches.
 
 from __future__ import annotations
 
-import argparse
 import math
-import platform
-import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
 import torch
 
 import agentrl as arl
+from benchmarks import common
+from benchmarks.common import Row, growth, say, timed
+
+SEQUENCES = {"tiny": 64, "full": 512}
+RANKS = {"tiny": (2,), "full": (4, 8)}
+GROWTH = {"tiny": (16, 64), "full": (40, 400, 4_000, 40_000, 400_000)}
+TOO_LONG = 2.0  # seconds, after which the next size is not run
+PEAK = {"tiny": 128, "full": 4_000}
 
 Schedule = list[list[list[int]]]
 
@@ -46,143 +48,160 @@ def round_robin(lengths: list[int], max_tokens: int, num_ranks: int) -> Schedule
     return ranks
 
 
-def balanced(lengths: list[int], max_tokens: int, num_ranks: int, per_rank=None) -> Schedule:
+def balanced(
+    lengths: list[int], max_tokens: int, num_ranks: int, per_rank: int | None = None
+) -> Schedule:
     return arl.rank_balanced_batches(
         lengths, max_tokens, num_ranks, workload, packed=True, batches_per_rank=per_rank
     )
 
 
-def load_verl() -> Callable[[list[int], int, int], Schedule]:
-    """verl's schedule as a function, or whatever importing it raises."""
+def verl(lengths: list[int], max_tokens: int, num_ranks: int) -> Schedule:
     from tensordict import TensorDict
-    from verl.utils.seqlen_balancing import (
-        get_seqlen_balanced_partitions,
-        rearrange_micro_batches,
-    )
+    from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, rearrange_micro_batches
 
-    def split(shard: list[int], max_tokens: int, at_least: int) -> list[list[int]]:
+    def split(shard: list[int], at_least: int) -> list[list[int]]:
         ids = torch.nested.nested_tensor(
             [torch.empty(length, dtype=torch.int8) for length in shard], layout=torch.jagged
         )
         batch = TensorDict({"input_ids": ids}, batch_size=[len(shard)])
         return rearrange_micro_batches(batch, max_tokens, min_num_micro_batch=at_least)[1]
 
-    def schedule(lengths: list[int], max_tokens: int, num_ranks: int) -> Schedule:
-        workloads = [workload(length) for length in lengths]
-        shards = get_seqlen_balanced_partitions(workloads, num_ranks, equal_size=True)
-        number, agreed = 1, False
-        while not agreed:
-            local = [split([lengths[i] for i in s], max_tokens, number) for s in shards]
-            counts = {len(batches) for batches in local}
-            number, agreed = max(counts), len(counts) == 1
-        return [
-            [[shard[i] for i in batch] for batch in batches]
-            for shard, batches in zip(shards, local, strict=True)
-        ]
-
-    return schedule
+    workloads = [workload(length) for length in lengths]
+    shards = get_seqlen_balanced_partitions(workloads, num_ranks, equal_size=True)
+    number, agreed = 1, False
+    while not agreed:
+        local = [split([lengths[i] for i in shard], number) for shard in shards]
+        counts = {len(batches) for batches in local}
+        number, agreed = max(counts), len(counts) == 1
+    return [
+        [[shard[i] for i in batch] for batch in batches]
+        for shard, batches in zip(shards, local, strict=True)
+    ]
 
 
-def problems() -> dict[str, tuple[list[int], int]]:
+METHODS: dict[str, Callable[[list[int], int, int], Schedule]] = {
+    "round robin": round_robin,
+    "verl": verl,
+    "agentrl": balanced,
+}
+
+
+def draw(count: int, seed: int = 0) -> list[int]:
+    """Lengths with the long tail of chapter 6."""
+    gen = torch.Generator().manual_seed(seed)
+    draws = 8192 * torch.exp(0.8 * torch.randn(count, generator=gen))
+    return draws.clamp(256, 65536).long().tolist()
+
+
+def problems(count: int) -> dict[str, tuple[list[int], int]]:
     """Lengths and budgets: the batch of chapter 6, and draws from published quantiles."""
-    gen = torch.Generator().manual_seed(0)
-    example = (8192 * torch.exp(0.8 * torch.randn(512, generator=gen))).clamp(256, 65536).long()
-    gen = torch.Generator().manual_seed(6)
     found = {
-        "long-tailed example": (example.tolist(), 131_072),
-        "long-tailed example, tight": (example.tolist(), 65_536),
+        "long tail": (draw(count), 131_072),
+        "long tail, tight": (draw(count), 65_536),
     }
+    gen = torch.Generator().manual_seed(6)
     for name, quantiles in arl.TRAJECTORY_QUANTILES.items():
-        lengths = arl.draw_lengths(quantiles, 512, gen).tolist()
+        lengths = arl.draw_lengths(quantiles, count, gen).tolist()
         found[name] = (lengths, 1 << math.ceil(math.log2(max(lengths))))
     return found
 
 
-def timed(function: Callable[[], Schedule], repeats: int) -> tuple[Schedule, float]:
-    best = math.inf
-    for _ in range(repeats):
-        start = time.perf_counter()
-        result = function()
-        best = min(best, time.perf_counter() - start)
-    return result, best
-
-
-def judge(ranks: Schedule, lengths: list[int], max_tokens: int) -> str:
-    """Table cells: microbatches per rank, fullest, imbalance in total and in lockstep."""
+def judge(ranks: Schedule, lengths: list[int], max_tokens: int) -> Row:
+    """Microbatches per rank, the fullest, imbalance of totals and in lockstep (1 is perfect)."""
     indices = sorted(i for rank in ranks for batch in rank for i in batch)
-    assert indices == list(range(len(lengths))), "an index is missing or twice"
     counts = sorted({len(rank) for rank in ranks})
     fullest = max(sum(lengths[i] for i in batch) for rank in ranks for batch in rank)
     slowest, lockstep = arl.rank_imbalance(ranks, lengths, workload, packed=True)
-    per_rank = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    over = "" if fullest <= max_tokens else " **over**"
-    return f"{per_rank} | {fullest:,}{over} | {slowest:.4f} | {lockstep:.4f}"
+    return {
+        "valid": indices == list(range(len(lengths))),
+        "cap_kept": fullest <= max_tokens,
+        "fullest": fullest,
+        "per_rank": counts[-1],
+        "equal_counts": len(counts) == 1,
+        "slowest": slowest,
+        "lockstep": lockstep,
+    }
 
 
-def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    names = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in names if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+def schedules(size: str) -> list[Row]:
+    rows = []
+    for case, (lengths, budget) in problems(SEQUENCES[size]).items():
+        for num_ranks in RANKS[size]:
+            methods = dict(METHODS)
+            theirs = common.attempt(lambda: verl(lengths, budget, num_ranks))  # noqa: B023
+            if "failed" not in theirs:
+                methods["agentrl, verl's count"] = partial(balanced, per_rank=len(theirs[0]))
+            made: dict[str, Schedule] = {}
+
+            def run(who: str, lengths=lengths, budget=budget, n=num_ranks, m=methods, made=made):
+                made[who] = m[who](lengths, budget, n)
+
+            for who, row in timed({who: partial(run, who) for who in methods}, 3).items():
+                row |= {"what": "schedule", "case": case, "budget": budget, "ranks": num_ranks}
+                row |= {"who": who, "bytes": 16 * len(lengths)}
+                if "failed" not in row:
+                    row |= judge(made[who], lengths, budget)
+                rows.append(row)
+        say(f"microbatch: {case}")
+    return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Microbatch schedules side by side.")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--repeats", type=int, default=3, help="timing takes the fastest")
-    args = parser.parse_args()
+def fault() -> list[Row]:
+    """Eight sequences of 7 tokens and a budget of 8: verl issue 7553, one per microbatch."""
+    rows = []
+    for who, method in METHODS.items():
+        ranks = common.attempt(lambda method=method: method([7] * 8, 8, 1))
+        row = ranks if isinstance(ranks, dict) else judge(ranks, [7] * 8, 8)
+        rows.append({"what": "verl issue 7553", "who": who, **row})
+    return rows
 
-    print(f"{processor()}, Python {platform.python_version()}, torch {torch.__version__}\n")
-    methods: dict[str, Callable[[list[int], int, int], Schedule]] = {"round robin": round_robin}
-    try:
-        from importlib.metadata import version
 
-        methods[f"verl {version('verl')}"] = verl = load_verl()
-    except Exception as error:  # any peer may fail to import in its own way
-        verl = None
-        print(f"verl is left out: {type(error).__name__}: {error}\n")
-    methods["agentrl"] = balanced
+def growing() -> dict[str, Callable[[list[int]], object]]:
+    return {
+        "agentrl token_budget_batches, padded": lambda x: arl.token_budget_batches(x, 131_072),
+        "agentrl token_budget_batches, packed": (
+            lambda x: arl.token_budget_batches(x, 131_072, packed=True)
+        ),
+        "agentrl rank_balanced_batches": lambda x: balanced(x, 131_072, 8),
+        "verl": lambda x: verl(x, 131_072, 8),
+    }
 
-    print("slowest: the costliest rank over the mean. lockstep: ranks wait in every microbatch.\n")
-    print("| lengths, budget | ranks | schedule | per rank | fullest | slowest | lockstep | ms |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for name, (lengths, budget) in problems().items():
-        for num_ranks in args.ranks:
-            rows = dict(methods)
-            if verl:
-                per_rank = len(verl(lengths, budget, num_ranks)[0])
-                rows["agentrl, verl's number"] = lambda *problem, k=per_rank: balanced(*problem, k)
-            for method, schedule in rows.items():
-                start = f"| {name}, {budget:,} | {num_ranks} | {method} | "
-                try:
-                    problem = (lengths, budget, num_ranks)
-                    ranks, seconds = timed(lambda: schedule(*problem), args.repeats)  # noqa: B023
-                except Exception as error:
-                    print(f"{start}{type(error).__name__}: {error} | | | | |")
-                    continue
-                print(f"{start}{judge(ranks, lengths, budget)} | {1000 * seconds:.1f} |")
 
-    print("\nEight sequences of 7 tokens, budget 8 (verl #7553):\n")
-    for method, schedule in methods.items():
-        ranks = schedule([7] * 8, 8, 1)
-        fullest = max(7 * len(batch) for batch in ranks[0])
-        print(f"- {method}: {len(ranks[0])} microbatches, fullest {fullest} tokens")
+def curves(size: str) -> list[Row]:
+    points: dict[str, dict[int, Row]] = {who: {} for who in growing()}
+    for count in GROWTH[size]:
+        lengths = draw(count, seed=1)
+        runs = {}
+        for who, function in growing().items():
+            last = [row.get("seconds", math.inf) for row in points[who].values()][-1:]
+            if last and last[0] > TOO_LONG:
+                why = f"not run: the size before took {last[0]:.1f} s"
+                points[who][count] = {"failed": why if last[0] < math.inf else "as before"}
+            else:
+                runs[who] = lambda f=function, x=lengths: f(x)
+        for who, row in timed(runs, 3, longest=TOO_LONG).items():
+            points[who][count] = row
+        say(f"microbatch: growth, {count:,}")
+    return [
+        growth(who, "sequences", p, "n log n", lambda n: n * math.log(n))
+        for who, p in points.items()
+    ]
 
-    print("\nNear-linear, one rank, budget 131,072:\n")
-    print("| sequences | padded, s | packed, s | packed microbatches | sum over budget |")
-    print("| --- | --- | --- | --- | --- |")
-    gen = torch.Generator().manual_seed(1)
-    for count in (10_000, 100_000, 1_000_000):
-        draws = 8192 * torch.exp(0.8 * torch.randn(count, generator=gen))
-        lengths = draws.clamp(256, 65536).long().tolist()
-        _, padded = timed(lambda: [arl.token_budget_batches(lengths, 131_072)], 1)  # noqa: B023
-        (batches,), packed = timed(
-            lambda: [arl.token_budget_batches(lengths, 131_072, packed=True)],  # noqa: B023
-            1,
-        )
-        bound = sum(lengths) / 131_072
-        print(f"| {count:,} | {padded:.2f} | {packed:.2f} | {len(batches):,} | {bound:,.1f} |")
+
+def peak(job: str, size: str, device: str) -> Callable[[], object]:
+    METHODS[job](draw(64), 131_072, 2)
+    lengths = draw(PEAK[size])
+    return lambda: METHODS[job](lengths, 131_072, 8)
+
+
+def measure(size: str, device: str) -> Row:
+    rows = schedules(size) + fault()
+    for who in METHODS:
+        row = {"what": "peak memory", "case": "long tail", "count": PEAK[size], "who": who}
+        rows.append(row | common.peak_bytes("microbatch", who, size, device))
+    return {"rows": rows, "growth": curves(size)}
 
 
 if __name__ == "__main__":
-    main()
+    common.main("microbatch")

@@ -1,65 +1,70 @@
-"""Packing side by side: planners, attention over packed rows, and a training step.
+"""Packing plans: rows, lower bound, time and memory, beside TRL's best-fit decreasing.
 
-    python benchmarks/packing.py [--sequences 1000000] [--repeats 5] [--only plan attention step]
+    python -m benchmarks packing
 
-Planners: TRL's best-fit decreasing (`pip install trl==1.16.0 datasets`) against agentrl, on
-lognormal lengths in rows of 8,192. TRL plans and gathers the tokens in one function, and for a
-million sequences the gathering alone needs more memory than most machines have; so its gathering is
-replaced by an exit, and the time is that of planning alone, which favours TRL. agentrl gets the
-lengths as a Python list. A peer that does not import is left out and the reason printed.
-
-Attention: the packed rows of a batch with a dense mask, with `flex_attention` (compiled), and
-segment by segment; forward, and forward with backward. What does not run here is reported with its
-reason.
-
-Step: one gradient step on 64 sampled episodes, padded against packed.
+TRL plans and gathers the tokens in one function, and for a million sequences the gathering alone
+needs more memory than most machines have. So for the plans its gathering is replaced by an exit,
+and the time is that of planning alone, which favours TRL. Beside it stands `pack_dataset` as its
+documentation calls it, on sizes that fit, against `pack_sequences`. agentrl gets a Python list.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-import platform
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 import agentrl as arl
+from benchmarks import common
+from benchmarks.common import Row, growth, say, timed
+
+SIZES = {"tiny": (10, 100), "full": (1_000, 10_000, 100_000, 1_000_000)}
+WHOLE = {"tiny": (20,), "full": (1_000, 10_000)}
+PEAK = {"tiny": 100, "full": 100_000}
+SLOW = 2.0  # seconds after which a planner is not repeated
 
 
-def fastest(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Seconds of each, the best of `repeats`, the runs taking turns."""
-    best = dict.fromkeys(runs, math.inf)
-    for _ in range(repeats):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            best[name] = min(best[name], time.perf_counter() - start)
-    return best
+def lognormal(n: int, gen: torch.Generator) -> Tensor:
+    return (1600 * torch.exp(0.8 * torch.randn(n, generator=gen))).clamp(16, 8192).long()
 
 
-def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    names = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in names if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+def uniform(n: int, gen: torch.Generator) -> Tensor:
+    return torch.randint(2048, 6145, (n,), generator=gen)
 
 
-# Planners
+def two_humps(n: int, gen: torch.Generator) -> Tensor:
+    """Short episodes that end early, and long ones that use most of a row."""
+    short = (200 * torch.exp(0.4 * torch.randn(n, generator=gen))).clamp(16, 8192)
+    long = (6500 * torch.exp(0.1 * torch.randn(n, generator=gen))).clamp(16, 8192)
+    return torch.where(torch.rand(n, generator=gen) < 0.8, short, long).long()
+
+
+def sessions(n: int, gen: torch.Generator) -> Tensor:
+    return arl.draw_lengths(arl.TRAJECTORY_QUANTILES["mixed sessions"], n, gen)
+
+
+DISTRIBUTIONS = {  # name: lengths, tokens of a row
+    "lognormal": (lognormal, 8192),
+    "uniform, C/4 to 3C/4": (uniform, 8192),
+    "two humps": (two_humps, 8192),
+    "mixed sessions": (sessions, 131_072),
+}
 
 
 class _Planned(Exception):
     """TRL has its rows and would gather the tokens now."""
 
 
-def load_trl() -> Callable[[Tensor], tuple[int, float]]:
-    """TRL's best-fit decreasing, to (rows, seconds); raises whatever importing it raises."""
+@cache
+def load_trl() -> Callable[[Tensor, int], Callable[[], int]]:
+    """TRL's best-fit decreasing as lengths -> a function that plans and returns the rows."""
     import pyarrow as pa
     import pyarrow.compute as pc
     from trl import data_utils
@@ -68,7 +73,7 @@ def load_trl() -> Callable[[Tensor], tuple[int, float]]:
         raise _Planned
 
     # What it calls before it plans stays; what copies tokens does nothing.
-    data_utils.pc = SimpleNamespace(
+    quick = SimpleNamespace(
         list_value_length=pc.list_value_length,
         greater=pc.greater,
         filter=lambda column, mask: column,
@@ -77,189 +82,126 @@ def load_trl() -> Callable[[Tensor], tuple[int, float]]:
         take=stop,
     )
 
-    def plan(lengths: Tensor) -> tuple[int, float]:
+    def prepare(lengths: Tensor, max_tokens: int) -> Callable[[], int]:
         offsets = pa.array(F.pad(lengths.cumsum(0), (1, 0)).numpy())
         tokens = pa.nulls(int(lengths.sum()), pa.null())  # as many as real ones, in no memory
         table = pa.table({"input_ids": pa.LargeListArray.from_arrays(offsets, tokens)})
-        start = time.perf_counter()
-        try:
-            data_utils._pack_bfd(table, 8192)
-        except _Planned:
-            seconds = time.perf_counter() - start
-            frame = sys.exc_info()[2].tb_next.tb_frame
-            return len(frame.f_locals["bins"]), seconds
-        raise RuntimeError("this version of trl plans in another way")
 
-    return plan
+        def plan() -> int:
+            kept, data_utils.pc = data_utils.pc, quick
+            try:
+                data_utils._pack_bfd(table, max_tokens)
+            except _Planned:
+                return len(sys.exc_info()[2].tb_next.tb_frame.f_locals["bins"])
+            finally:
+                data_utils.pc = kept
+            raise RuntimeError("this version of trl plans in another way")
 
+        return plan
 
-def planners(sequences: int, repeats: int) -> None:
-    try:
-        from importlib.metadata import version
-
-        trl, name = load_trl(), f"trl {version('trl')} bfd"
-    except Exception as error:  # any peer may fail to import in its own way
-        trl, name = None, ""
-        print(f"trl is left out: {type(error).__name__}: {error}\n")
-    print("| sequences | planner | rows | bound | ms | trl / this |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for n in (64, 10_000, sequences):
-        gen = torch.Generator().manual_seed(0)
-        lengths = (1600 * torch.exp(0.8 * torch.randn(n, generator=gen))).clamp(16, 8192).long()
-        plain, bound = lengths.tolist(), arl.packing_bound(lengths, 8192)
-        reference = math.nan
-        if trl:
-            found = [trl(lengths) for _ in range(1 if n > 100_000 else repeats)]
-            reference = min(seconds for _, seconds in found)
-            print(f"| {n:,} | {name} | {found[0][0]:,} | {bound:,} | {reference * 1e3:.2f} | 1 |")
-        for strategy in ("bfd", "ffd"):
-
-            def plan(strategy: str = strategy, plain: list[int] = plain) -> list[list[int]]:
-                return arl.packing_plan(plain, 8192, strategy)
-
-            rows, seconds = len(plan()), fastest({"": plan}, repeats)[""]
-            print(
-                f"| {n:,} | agentrl {strategy} | {rows:,} | {bound:,} | {seconds * 1e3:.2f} "
-                f"| {reference / seconds:.1f} |"
-            )
-    print()
+    return prepare
 
 
-# Attention
+def planners(lengths: Tensor, max_tokens: int) -> dict[str, Callable[[], int]]:
+    """The planners on one list of lengths; each returns its number of rows."""
+    plain = lengths.tolist()
+
+    def ours(strategy: str) -> Callable[[], int]:
+        return lambda: len(arl.packing_plan(plain, max_tokens, strategy))
+
+    prepared: list[Callable[[], int]] = []
+
+    def trl() -> int:
+        if not prepared:  # inside the run, so that a missing peer is reported; the warm-up pays
+            prepared.append(load_trl()(lengths, max_tokens))
+        return prepared[0]()
+
+    return {"agentrl bfd": ours("bfd"), "agentrl ffd": ours("ffd"), "trl bfd": trl}
 
 
-def attention(repeats: int) -> None:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def whole(lengths: Tensor, max_tokens: int) -> dict[str, Callable[[], object]]:
+    """Plan and gather, as a user would call it."""
+    trajs = [
+        arl.Trajectory(torch.zeros(n).long(), torch.zeros(n - 1), torch.zeros(n - 1), 0.0)
+        for n in lengths.tolist()
+    ]
+    made: list[Any] = []
 
+    def trl() -> object:
+        from trl import pack_dataset
+
+        if not made:
+            import datasets
+
+            datasets.disable_progress_bars()
+            datasets.disable_caching()
+            made.append(datasets.Dataset.from_dict({"input_ids": [t.ids.tolist() for t in trajs]}))
+        return pack_dataset(made[0], max_tokens, "bfd")
+
+    return {
+        "agentrl pack_sequences": lambda: arl.pack_sequences(trajs, max_tokens),
+        "trl pack_dataset": trl,
+    }
+
+
+def check(lengths: list[int], max_tokens: int) -> bool:
+    """Each index once and no row too full, for both strategies."""
+    for strategy in ("bfd", "ffd"):
+        rows = arl.packing_plan(lengths, max_tokens, strategy)
+        if sorted(i for row in rows for i in row) != list(range(len(lengths))):
+            return False
+        if max(sum(lengths[i] for i in row) for row in rows) > max_tokens:
+            return False
+    return True
+
+
+def peak(job: str, size: str, device: str) -> Callable[[], object]:
     gen = torch.Generator().manual_seed(0)
-    draws = (60 * torch.exp(0.8 * torch.randn(64, generator=gen))).clamp(10, 256).long().tolist()
-    print(f"64 sequences, {sum(draws):,} tokens, 4 heads of 16, float32\n")
-    print("| row length | rows | attention | forward ms | and backward ms |")
-    print("| --- | --- | --- | --- | --- |")
-    compiled = torch.compile(flex_attention, dynamic=False)
-    for L in (256, 1024, 4096):
-        trajs = [
-            arl.Trajectory(torch.ones(n).long(), torch.ones(n - 1), torch.ones(n - 1), 0.0)
-            for n in draws
-        ]
-        packed = arl.pack_sequences(trajs, L)
-        numbers = packed["segment_ids"]
-        R, real = len(numbers), numbers >= 0
-        mask, sizes = arl.block_mask(numbers), packed["cu_seqlens"].diff().tolist()
-
-        def may_see(b: Tensor, h: Tensor, q: Tensor, k: Tensor, numbers: Tensor = numbers):
-            return (numbers[b, q] == numbers[b, k]) & (q >= k)
-
-        blocks = create_block_mask(may_see, R, None, L, L, device="cpu")
-        rows = [torch.randn(R, 4, L, 16, generator=gen) for _ in range(3)]
-        flat = [torch.randn(1, 4, int(real.sum()), 16, generator=gen) for _ in range(3)]
-        ways: dict[str, tuple[list[Tensor], Callable[..., Tensor]]] = {
-            "dense mask": (
-                rows,
-                lambda *a, m=mask: F.scaled_dot_product_attention(*a, attn_mask=m),
-            ),
-            "flex_attention": (rows, lambda *a, b=blocks: compiled(*a, block_mask=b)),
-            "segment by segment": (flat, lambda *a, s=sizes: arl.segment_attention(*a, s)),
-        }
-        for name, (inputs, way) in ways.items():
-            cells = []
-            for backward in (False, True):
-                tensors = [x.clone().requires_grad_(backward) for x in inputs]
-
-                def run(way=way, tensors=tensors, backward: bool = backward) -> None:
-                    y = way(*tensors)
-                    if backward:
-                        y.sum().backward()
-
-                try:
-                    run()  # compiles
-                    cells.append(f"{fastest({'': run}, repeats)[''] * 1e3:.2f}")
-                except Exception as error:  # the reason is the result
-                    cells.append(str(error).strip().splitlines()[0][:60])
-            print(f"| {L:,} | {R} | {name} | {' | '.join(cells)} |")
-    print()
+    planners(lognormal(50, gen), 8192)[job]()  # imports
+    return planners(lognormal(PEAK[size], gen), 8192)[job]
 
 
-# A training step
+def plans(size: str) -> tuple[list[Row], list[Row]]:
+    rows, curves = [], {}
+    for case, (draw, max_tokens) in DISTRIBUTIONS.items():
+        for count in SIZES[size]:
+            lengths = draw(count, torch.Generator().manual_seed(0))
+            plain = lengths.tolist()
+            bound = arl.packing_bound(plain, max_tokens)
+            others = {
+                "agentrl packing_bound": lambda p=plain, C=max_tokens: arl.packing_bound(p, C),
+                "sorting alone": lambda x=lengths: x.sort(stable=True),
+            }
+            valid = check(plain, max_tokens)
+            runs = planners(lengths, max_tokens)
+            for who, row in timed(runs | others, 5, longest=SLOW).items():
+                row |= {"what": "plan", "case": case, "count": count, "who": who}
+                row["bytes"] = 16 * count  # a length in, an index out
+                if who in runs:
+                    row["bound"] = bound
+                if who in runs and who.startswith("agentrl"):
+                    row["valid"] = valid
+                rows.append(row)
+                curves.setdefault((case, who), {})[count] = row
+            say(f"packing: {case}, {count:,}")
+    return rows, [
+        growth(f"{who}, {case}", "lengths", points, "n log n", lambda n: n * math.log(n))
+        for (case, who), points in curves.items()
+    ]
 
 
-def step(repeats: int, seed: int) -> None:
-    tok = arl.build_tokenizer(arl.make_tasks())
-    base, cfg = arl.make_rl_base(tok), arl.RLConfig()
-    gen = torch.Generator().manual_seed(seed)
-    trajs = arl.sample_step(base, arl.make_tasks("train"), tok, cfg, gen)
-    batch = arl.collate(trajs, tok.pad_id)
-    real, positions = int(batch["lengths"].sum()), batch["ids"].numel()
-    print(f"64 episodes, {real:,} tokens, {positions:,} padded positions\n")
-    print("| dtype | rows | attention | positions ratio | forward | step | gradient differs by |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for dtype in (torch.float64, torch.float32):
-        model = arl.TinyAgent(len(tok), dtype=dtype)
-        model.load_state_dict(base.state_dict())
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
-        advantages = arl.compute_advantages(batch, cfg).to(dtype)
-
-        def padded_loss(model=model, advantages=advantages) -> Tensor:
-            logp = arl.sequence_log_probs(model, batch["ids"])
-            return arl.reinforce_loss(logp, advantages, batch["action_mask"])
-
-        losses = {("padded", ""): (padded_loss, positions)}
-        for L in (256, 2048):
-            packed = arl.pack_sequences(trajs, L)
-            spread = arl.spread(advantages, packed)
-            for way in ("mask", "segments"):
-
-                def packed_loss(model=model, packed=packed, spread=spread, way=way, L=L) -> Tensor:
-                    keys = ("ids", "position_ids", "segment_ids")
-                    logits = arl.packed_logits(model, *(packed[k] for k in keys), attention=way)
-                    logp = arl.selected_log_probs(logits[:, :-1], packed["ids"][:, 1:])
-                    return arl.reinforce_loss(logp, spread, packed["action_mask"])
-
-                computed = packed["ids"].numel() if way == "mask" else real
-                losses[f"{len(packed['rows'])} of {L:,}", way] = (packed_loss, computed)
-
-        def gradient(loss: Callable[[], Tensor], model=model, optimizer=optimizer) -> Tensor:
-            optimizer.zero_grad()
-            loss().backward()
-            optimizer.step()
-            return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-        reference = gradient(padded_loss)
-        steps = fastest({k: lambda f=f: gradient(f) for k, (f, _) in losses.items()}, repeats)
-        with torch.no_grad():
-            forwards = fastest({k: f for k, (f, _) in losses.items()}, repeats)
-        for key, (loss, computed) in losses.items():
-            error = (gradient(loss) - reference).abs().max().item()
-            first = next(iter(losses))
-            print(
-                f"| {str(dtype).removeprefix('torch.')} | {key[0]} | {key[1]} "
-                f"| {positions / computed:.2f}x | {forwards[first] / forwards[key]:.2f}x "
-                f"| {steps[first] / steps[key]:.2f}x | {error:.1e} |"
-            )
-    print(
-        "\nDistance from the positions ratio: padded attention pays for pairs among padding, a\n"
-        "dense mask for pairs that it removes, segments for one small call each; loss and\n"
-        "optimizer cost the same in all.\n"
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Packing side by side.")
-    parser.add_argument("--sequences", type=int, default=1_000_000)
-    parser.add_argument("--repeats", type=int, default=5, help="timing takes the fastest")
-    parser.add_argument("--seed", type=int, default=14, help="of the sampled episodes")
-    parser.add_argument("--only", nargs="+", default=["plan", "attention", "step"])
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    print(f"{processor()}, one thread, Python {platform.python_version()}, ", end="")
-    print(f"torch {torch.__version__}\n")
-    if "plan" in args.only:
-        planners(args.sequences, args.repeats)
-    if "attention" in args.only:
-        attention(args.repeats)
-    if "step" in args.only:
-        step(args.repeats, args.seed)
+def measure(size: str, device: str) -> Row:
+    rows, curves = plans(size)
+    for count in WHOLE[size]:
+        lengths = lognormal(count, torch.Generator().manual_seed(0))
+        for who, row in timed(whole(lengths, 8192), 3, longest=SLOW).items():
+            row |= {"what": "plan and gather", "case": "lognormal", "count": count, "who": who}
+            rows.append(row | {"bytes": 2 * 8 * int(lengths.sum())})  # ids in, ids out
+    for who in ("agentrl bfd", "trl bfd"):
+        row = {"what": "peak memory", "case": "lognormal", "count": PEAK[size], "who": who}
+        rows.append(row | common.peak_bytes("packing", who, size, device))
+    return {"rows": rows, "growth": curves}
 
 
 if __name__ == "__main__":
-    main()
+    common.main("packing")

@@ -72,7 +72,7 @@ def test_a_split_changes_nothing(mode, B, T, pieces, seed):
 @MODES
 def test_the_normaliser_is_that_of_rl_update(mode):
     _, _, mask = make(9, 6, 4)
-    mask[:, 0] = True
+    mask[3] = False  # a row without a policy token is no sequence
     cfg = RLConfig(loss_agg_mode=mode)
     got = step_normalizer(mask.split([2, 3, 4]), mode, max_tokens=cfg.max_tokens)
     assert got == norm_of_rl_update(mask, cfg)
@@ -272,4 +272,5 @@ def test_on_two_ranks_by_hand(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
     done = torchrun(2, str(script))
-    assert done.returncode == 0 and done.stdout.split() == ["fine", "fine"], done.stderr
+    # Two processes share the stream, so their lines may run into each other.
+    assert done.returncode == 0 and done.stdout.split() in (["fine"] * 2, ["finefine"]), done.stderr

@@ -304,8 +304,10 @@ def scripted(monkeypatch: pytest.MonkeyPatch, passes: Callable[[int, int, int], 
     return played
 
 
-def replay(played: Played, passes: Callable, size: int, low: float, high: float) -> None:
-    """Check each step's tasks against the estimates known at that time."""
+def replay(
+    played: Played, history: list, passes: Callable, size: int, low: float, high: float
+) -> None:
+    """Check each step's tasks, and its revisits, against the estimates known at that time."""
     known = [0.5] * len(TRAIN)
     for step, chosen in enumerate(played):
         pool = {i for i, p in enumerate(known) if low < p < high}
@@ -316,6 +318,12 @@ def replay(played: Played, passes: Callable, size: int, low: float, high: float)
         assert chosen[: len(inside)] == inside
         for i in chosen:
             known[i] = sum(passes(i, e, step) for e in range(size)) / size
+        outside = chosen[len(inside) :]
+        if outside:
+            assert history[step]["revisits"] == len(outside)
+            assert history[step]["silent_revisits"] == sum(known[i] in (0, 1) for i in outside)
+        else:
+            assert "revisits" not in history[step]
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.3, 0.8), (-1.0, 1.0)])
@@ -328,7 +336,7 @@ def test_pool_and_revisits_follow_the_last_group(
     played = scripted(monkeypatch, passes)
     history = train_curriculum(tiny(), TRAIN, TOK, SMALL, 60, low, high)
     assert len(history) == len(played) == 60
-    replay(played, passes, SMALL.group_size, low, high)
+    replay(played, history, passes, SMALL.group_size, low, high)
 
 
 def test_every_task_solved_goes_on_with_revisits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from agentrl import grpo
+from agentrl.accumulation import step_normalizer
 from agentrl.grpo import (
     ADVANTAGES,
     LOSS_AGG_MODES,
@@ -260,6 +261,29 @@ def test_microbatches_add_up_to_the_batch(mode: str, B: int, T: int, size: int, 
     torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-13, atol=1e-15)
     if mode != "constant":
         assert torch.equal(aggregate_loss(values, mask, mode), total.detach())
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@given(st.integers(0, 5), st.integers(1, 7), st.integers(0, 2**31))
+def test_the_denominator_is_that_of_an_accumulated_step(
+    mode: str, B: int, T: int, seed: int
+) -> None:
+    mask = torch.rand(B, T, generator=gen(seed)) < torch.rand(B, 1, generator=gen(seed + 1))
+    mask = torch.cat([mask, torch.zeros(1, T, dtype=torch.bool)])  # a row without a policy token
+    cfg = RLConfig(loss_agg_mode=mode, max_tokens=33)
+    expected = step_normalizer(mask.split(2), mode, max_tokens=33)
+    assert grpo._norm_const(mask, cfg) == grpo._norm_const(mask.double(), cfg) == expected
+
+
+def test_the_denominator_by_hand() -> None:
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [0, 1, 0]])
+    got = {
+        mode: grpo._norm_const(mask, RLConfig(loss_agg_mode=mode, max_tokens=10))
+        for mode in LOSS_AGG_MODES
+    }
+    assert got == {
+        "token_mean": 3, "seq_mean_token_mean": 2, "seq_mean_token_sum": 2, "constant": 20
+    }  # fmt: skip
 
 
 def test_averages_refuse_at_the_door() -> None:

@@ -492,6 +492,12 @@ def test_imbalance_counts_padding_unless_packed():
     assert arl.rank_imbalance(ranks, lengths, float, packed=True) == (1, 1)
 
 
+def test_imbalance_is_over_the_mean_of_the_same_schedule():
+    lengths = [4, 4, 1, 1]
+    for ranks in ([[[0], [2]], [[1], [3]]], [[[0, 2]], [[1, 3]]]):  # 10 paid, and 16
+        assert arl.rank_imbalance(ranks, lengths, float) == (1, 1)
+
+
 # Published lengths
 
 

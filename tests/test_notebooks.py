@@ -8,12 +8,13 @@ import pytest
 from nbformat.v4 import new_code_cell, new_output
 
 from agentrl.notebook import COLORS, progress, record
+from benchmarks import common
 from tools import notebooks
 from tools.export import ROOT
 from tools.nbcompare import GLUE, differences, tolerances
 from tools.notebooks import canon, main, preflight, read
 
-CHAPTERS = sorted((ROOT / "chapters").glob("*.ipynb"))
+CHAPTERS = [*sorted((ROOT / "chapters").glob("*.ipynb")), *sorted((ROOT / "book").glob("*.ipynb"))]
 SVG = '<svg width="1" id="agentrl"></svg>'
 ALT = {"mystnb": {"image": {"alt": "A line that rises."}}}
 
@@ -127,6 +128,44 @@ def test_a_run_refreshes_the_committed_notebook_and_a_second_changes_nothing(pro
     assert "with SEEDS = [2]: written to _build/runs/01-one.ipynb" in out
     assert "committed  [0, 1]" in out
     assert "computed   [2]" in out
+
+
+def test_a_run_keeps_the_time_of_a_chapter_by_machine(project, tmp_path):
+    path = project(new_code_cell('DEVICE = "cpu"', metadata={"tags": ["parameters"]}))
+    assert notebooks.run([path], {}) == 0
+    [file] = (tmp_path / "benchmarks/results").rglob("chapters.json")
+    assert file.parent.name == common.slug(common.machine())
+
+    def times() -> dict[str, float]:
+        kept = json.loads(file.read_text())["chapters"]
+        return {name: entry["seconds"] for name, entry in kept.items()}
+
+    assert list(times()) == ["01-one cpu"]
+    notebooks._keep_time("01-one", 100.0, "cpu")
+    notebooks._keep_time("01-one", 120.0, "cpu")  # about the same
+    assert times()["01-one cpu"] == 100.0
+    notebooks._keep_time("01-one", 10.0, "cpu")
+    notebooks._keep_time("01-one", 20.0, "cuda")
+    assert times() == {"01-one cpu": 10.0, "01-one cuda": 20.0}
+
+
+def test_pages_run_after_the_chapters_and_leave_no_time(project, tmp_path, monkeypatch):
+    chapter = project("x = 1")
+    (tmp_path / "book").mkdir()
+    page = tmp_path / "book" / "results.ipynb"
+    page.write_bytes(project("y = 2", name="02-two").read_bytes())
+    (tmp_path / "chapters" / "02-two.ipynb").unlink()
+    ran: list[Path] = []
+    monkeypatch.setattr(notebooks, "run", lambda paths, parameters: ran.extend(paths) or 0)
+    monkeypatch.setattr(notebooks.export, "main", lambda _: 0)
+    assert main(["run"]) == 0
+    assert main(["run", "--chapter", "01"]) == 0
+    assert main(["run", "--chapter", "results"]) == 0
+    assert ran == [chapter, page, chapter, page, page]
+    monkeypatch.undo()
+    assert notebooks.run([page], {}) == 0
+    assert preflight(page) == []
+    assert not list((tmp_path / "benchmarks").rglob("*.json"))
 
 
 def test_a_text_parameter_stays_text():

@@ -25,7 +25,7 @@ from agentrl.packing import (
     unpack,
 )
 from agentrl.policy import TinyAgent, selected_log_probs, sequence_log_probs
-from agentrl.rollout import Trajectory
+from agentrl.rollout import Trajectory, collate
 
 V = 11
 ATTENTION = ("mask", "segments")
@@ -270,22 +270,46 @@ def broken(**fields: Tensor) -> list[Trajectory]:
 
 
 @pytest.mark.parametrize(
-    ("trajs", "error", "words"),
+    ("trajs", "words"),
     [
-        ([], ValueError, "trajs is empty"),
-        (broken(ids=torch.tensor([], dtype=torch.int64)), ValueError, r"trajs\[1\].ids .* \[0\]"),
-        (broken(ids=torch.ones(2, 2).long()), ValueError, r"trajs\[1\].ids .* \[2, 2\]"),
-        (broken(ids=torch.ones(4)), TypeError, r"trajs\[1\].ids is torch.float32"),
-        (broken(action_mask=torch.ones(4)), ValueError, r"trajs\[1\].action_mask .*\[4\].*\[3\]"),
-        (broken(sample_logp=torch.ones(2)), ValueError, r"trajs\[1\].sample_logp .*\[2\].*\[3\]"),
-        (broken(action_mask=torch.tensor([0, 1, 2])), TypeError, r"trajs\[1\].action_mask"),
-        (broken(action_mask=torch.tensor([0, 1, 0.5])), TypeError, r"trajs\[1\].action_mask"),
-        (broken(sample_logp=torch.ones(3).long()), TypeError, r"trajs\[1\].sample_logp is .*int64"),
+        ([], "trajs is empty"),
+        (broken(ids=torch.tensor([], dtype=torch.int64)), r"trajs\[1\].ids .* \[0\]"),
+        (broken(ids=torch.ones(2, 2).long()), r"trajs\[1\].ids .* \[2, 2\]"),
+        (broken(ids=torch.ones(4)), r"trajs\[1\].ids is torch.float32"),
+        (broken(ids=torch.tensor([3])), r"trajs\[1\]"),  # one token, and predictions all the same
+        (broken(action_mask=torch.ones(4)), r"trajs\[1\].action_mask .*\[4\].*\[3\]"),
+        (broken(sample_logp=torch.ones(2)), r"trajs\[1\].sample_logp .*\[2\].*\[3\]"),
+        (broken(action_mask=torch.tensor([0, 1, 2])), r"trajs\[1\].action_mask"),
+        (broken(action_mask=torch.tensor([0, 1, 0.5])), r"trajs\[1\].action_mask"),
+        (broken(action_mask=torch.tensor([0, 1, 1j])), r"trajs\[1\].action_mask"),
+        (broken(sample_logp=torch.ones(3).long()), r"trajs\[1\].sample_logp is .*int64"),
     ],
 )
-def test_malformed_trajectories_are_named(trajs: list, error: type, words: str) -> None:
-    with pytest.raises(error, match=words):
+def test_malformed_trajectories_are_named(trajs: list, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         pack_sequences(trajs, 10)
+
+
+def test_what_collate_refuses_is_refused_with_the_same_words() -> None:
+    for fields in (
+        {"ids": torch.ones(2, 2).long()},
+        {"ids": torch.ones(4)},
+        {"action_mask": torch.ones(4)},
+        {"action_mask": torch.tensor([0, 1, 2])},
+        {"sample_logp": torch.ones(2)},
+    ):
+        with pytest.raises(ValueError, match="trajs") as by_collate:
+            collate(broken(**fields), 0)
+        with pytest.raises(ValueError, match="trajs") as by_packing:
+            pack_sequences(broken(**fields), 10)
+        assert str(by_packing.value) == str(by_collate.value)
+
+
+def test_one_token_predicts_nothing_and_packs() -> None:
+    packed = pack_sequences(make_trajs([1, 3, 1]), 5)
+    assert packed["cu_seqlens"].tolist() == [0, 3, 4, 5]
+    assert packed["action_mask"][0, 2:].tolist() == [False, False]
+    assert run(make_model(), pack_sequences(make_trajs([1]), 1), "segments").shape == (1, 1, V)
 
 
 def test_unpack_refuses_other_shapes() -> None:
@@ -435,6 +459,57 @@ def test_segments_need_a_model_that_calls_the_function() -> None:
         run(make_model(), packed, "flash")
     with pytest.raises(ValueError, match="differ in shape"):
         packed_logits(make_model(), packed["ids"], packed["position_ids"][:, :5], packed["ids"])
+
+
+class Attention(torch.nn.Module):
+    """One layer of attention that calls the function with the given options."""
+
+    def __init__(self, kv_heads: int = 4, **options) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(0)
+        self.q, self.k, self.v = (
+            torch.randn(V, heads, 8, generator=g, dtype=torch.float64)
+            for heads in (4, kv_heads, kv_heads)
+        )
+        self.options = options
+
+    def forward(self, ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None):
+        q, k, v = (table[ids].transpose(1, 2) for table in (self.q, self.k, self.v))
+        options = {"is_causal": True, **self.options}
+        if attention_mask is not None:
+            options |= {"attn_mask": attention_mask, "is_causal": False}
+        return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Attention(scale=2.0),
+        Attention(kv_heads=2, enable_gqa=True),
+        Attention(kv_heads=1, enable_gqa=True, scale=0.1, attn_mask=None, dropout_p=0.0),
+    ],
+    ids=["scale", "grouped heads", "all"],
+)
+def test_segments_keep_the_options_of_the_model(model: Attention) -> None:
+    packed = pack_sequences(make_trajs([3, 7, 1, 4]), 12)
+    real = packed["segment_ids"] >= 0
+    by_mask, by_segments = (run(model, packed, attention)[real] for attention in ATTENTION)
+    assert torch.allclose(by_mask, by_segments, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"attn_mask": torch.ones(15, 15).bool().tril(), "is_causal": False}, "with a mask"),
+        ({"attn_mask": torch.zeros(15, 15, dtype=torch.float64)}, "with a mask"),
+        ({"dropout_p": 0.1}, "no mask, dropout_p = 0.1"),
+        ({"is_causal": False}, "no mask, dropout_p = 0.0, is_causal = False"),
+    ],
+)
+def test_segments_refuse_what_they_would_drop(options: dict, words: str) -> None:
+    packed = pack_sequences(make_trajs([3, 7, 1, 4]), 12)
+    with pytest.raises(RuntimeError, match=f"{words}.*attention='mask'"):
+        run(Attention(**options), packed, "segments")
 
 
 def test_segment_attention_takes_grouped_heads() -> None:

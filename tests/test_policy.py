@@ -51,32 +51,62 @@ def test_cache_equals_full(
     ids = some_ids(B, sum(parts), seed)
     cache = model.new_cache(B)
     pieces = [model(part, cache=cache) for part in ids.split(parts, dim=1)]
-    assert cache.length == sum(parts)
+    assert cache.lengths == [sum(parts)] * B
     torch.testing.assert_close(torch.cat(pieces, 1), model(ids), rtol=0, atol=1e-12)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(st.integers(0, 2**31), st.integers(1, 4), st.data())
+def test_rows_of_a_cache_may_differ_and_leave(seed: int, B: int, data: st.DataObject) -> None:
+    """Any number of tokens per row and pass, and any rows kept in between."""
+    model, ids = tiny(seed), some_ids(B, 24, seed)
+    expected, cache, rows = model(ids), model.new_cache(B), list(range(B))
+    cache.memory.fill_(math.nan)
+    while rows:
+        room = [24 - n for n in cache.lengths]
+        counts = [data.draw(st.integers(0, min(7, r))) for r in room]
+        if sum(counts) == 0:
+            break
+        spans = [(r, s, s + n) for r, s, n in zip(rows, cache.lengths, counts, strict=True)]
+        new = torch.cat([ids[r, a:b] for r, a, b in spans])
+        out = model(new[None], cache=cache, counts=counts)
+        wanted = torch.cat([expected[r, a:b] for r, a, b in spans])
+        torch.testing.assert_close(out[0], wanted, rtol=0, atol=1e-12)
+        assert cache.lengths == [b for _, _, b in spans]
+        kept = [k for k in range(len(rows)) if data.draw(st.booleans())]
+        if kept:
+            cache.select(kept)
+            rows = [rows[k] for k in kept]
 
 
 def test_cache_of_selected_rows() -> None:
     model, ids = tiny(), some_ids(5, 12)
     cache = model.new_cache(5)
     model(ids[:, :4], cache=cache)
-    rows = torch.tensor([4, 1, 1])
-    kept = cache.select(rows)
-    out = model(ids[rows, 4:], cache=kept)
-    torch.testing.assert_close(out, model(ids[rows])[:, 4:], rtol=0, atol=1e-12)
-    # Neither disturbs the other.
-    torch.testing.assert_close(
-        model(ids[:, 4:], cache=cache), model(ids)[:, 4:], rtol=0, atol=1e-12
-    )
-    assert (kept.length, cache.length) == (12, 12)
+    cache.select([4, 1, 1])
+    out = model(ids[[4, 1, 1], 4:], cache=cache)
+    torch.testing.assert_close(out, model(ids[[4, 1, 1]])[:, 4:], rtol=0, atol=1e-12)
+    assert cache.lengths == [12, 12, 12]
 
 
 def test_cache_does_not_depend_on_what_its_memory_held() -> None:
     model, ids = tiny(), some_ids(3, 9)
     cache = model.new_cache(3)
-    cache.keys.fill_(math.nan)
-    cache.values.fill_(math.nan)
+    cache.memory.fill_(math.nan)
     out = torch.cat([model(ids[:, t : t + 1], cache=cache) for t in range(9)], 1)
     torch.testing.assert_close(out, model(ids), rtol=0, atol=1e-12)
+
+
+def test_counts_must_fit_the_cache_and_the_tokens() -> None:
+    model = tiny()
+    cache = model.new_cache(2)
+    with pytest.raises(ValueError, match=re.escape("counts = [3, 1, 1]")):
+        model(some_ids(1, 5), cache=cache, counts=[3, 1, 1])
+    with pytest.raises(ValueError, match=re.escape("counts = [3, 1]")):
+        model(some_ids(1, 5), cache=cache, counts=[3, 1])
+    with pytest.raises(ValueError, match=r"row 1: 0 \+ 25 positions exceed max_len = 24"):
+        model(some_ids(1, 26), cache=cache, counts=[1, 25])
+    assert cache.lengths == [0, 0], "a refused call leaves the cache as it was"
 
 
 def test_cached_position_ids() -> None:
@@ -151,7 +181,7 @@ def test_dtype(dtype: torch.dtype) -> None:
     assert {p.dtype for p in model.parameters()} == {dtype}
     assert model(some_ids(1, 3)).dtype == dtype
     cache = model.new_cache(1)
-    assert cache.keys.dtype == dtype
+    assert cache.memory.dtype == dtype
     reference = tiny()
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p, q.to(dtype), rtol=0, atol=0)

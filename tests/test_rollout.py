@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -218,6 +218,109 @@ def test_a_row_does_not_depend_on_how_long_the_others_live() -> None:
         assert short[i].ids.tolist() == before[i].ids[: len(short[i].ids)].tolist()
 
 
+class Talker:
+    """An environment that answers each token with as many tokens as it pleases, up to a limit."""
+
+    def __init__(self, prompt: list[int], answers: list[int], limit: int) -> None:
+        self.prompt, self.answers, self.limit = prompt, answers, limit
+        self.info: dict[str, object] = {}
+        self.reward = 0.0
+
+    def reset(self) -> list[int]:
+        self.used, self.turn, self.done = len(self.prompt), 0, False
+        return list(self.prompt)
+
+    def step(self, token: int) -> tuple[list[int], bool]:
+        self.used += 1
+        count = min(self.answers[self.turn], self.limit - self.used)
+        self.turn, self.used = self.turn + 1, self.used + count
+        self.done = self.used == self.limit or self.turn == len(self.answers)
+        return [(token + 7 * t) % len(TOK) for t in range(1, count + 1)], self.done
+
+
+def talk(model: TinyAgent, talkers: list[Talker], seed: int, **kwargs: object) -> list[Trajectory]:
+    envs = iter(talkers)
+    cfg = RolloutConfig(group_size=1)
+    return sample_groups(
+        model,
+        lambda task, tok: next(envs),
+        [TASKS[0]] * len(talkers),
+        TOK,
+        cfg,
+        gen(seed),
+        **kwargs,
+    )
+
+
+def one_token_at_a_time(
+    model: TinyAgent, env: Talker, column: int, width: int, seed: int
+) -> Tensor:
+    """The definition: read every prefix whole, draw with the number of the position and row."""
+    generator, ids, waiting = gen(seed), [], env.reset()
+    while waiting or not env.done:
+        uniform = torch.rand(width, generator=generator, dtype=torch.float64)[column : column + 1]
+        if not waiting:
+            (token,), _ = rollout._draw(model(torch.tensor([ids]))[:, -1], uniform, 1.0)
+            waiting = [token, *env.step(token)[0]]
+        ids.append(waiting.pop(0))
+    return torch.tensor(ids)
+
+
+talkers = st.builds(
+    Talker,
+    st.lists(st.integers(0, len(TOK) - 1), min_size=1, max_size=6),
+    st.lists(st.one_of(st.just(0), st.integers(0, 12)), min_size=1, max_size=8),
+    st.integers(8, 40),
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=30)
+@given(st.lists(talkers, min_size=1, max_size=5), st.integers(0, 99))
+@example([Talker([1, 2], [3, 30], 20)], 0)  # one row, cut in the middle of an answer
+@example([Talker([1], [0] * 8, 40), Talker([1, 2, 3], [12, 0, 5], 40), Talker([4], [0], 9)], 1)
+def test_answers_of_any_length_are_read_as_one_token_at_a_time(
+    envs: list[Talker], seed: int
+) -> None:
+    model = Eager()
+    with torch.no_grad():
+        expected = [
+            one_token_at_a_time(model, env, column, len(envs), seed)
+            for column, env in enumerate(envs)
+        ]
+    cached, whole = talk(model, envs, seed), talk(model, envs, seed, use_cache=False)
+    same(cached, whole, atol=1e-12)
+    for traj, ids in zip(cached, expected, strict=True):
+        assert traj.ids.tolist() == ids.tolist()
+    batch = collate(cached, TOK.pad_id)
+    with torch.no_grad():
+        error = sequence_log_probs(model, batch["ids"]) - batch["sample_logp"]
+    assert error[batch["action_mask"]].abs().max() <= 1e-12
+
+
+@settings(deadline=None, derandomize=True, max_examples=20)
+@given(st.lists(talkers, min_size=1, max_size=5))
+def test_the_model_reads_each_token_once_in_a_pass_per_draw(envs: list[Talker]) -> None:
+    model, read = Eager(), []
+    model.token.register_forward_pre_hook(lambda module, args: read.append(args[0].numel()))
+    trajs = talk(model, envs, 0)
+    assert len(read) == max(int(traj.action_mask.sum()) for traj in trajs)
+    # All but each row's last draw and the answer to it, which nobody reads.
+    last = [int(traj.action_mask.nonzero().max()) + 1 for traj in trajs]
+    assert sum(read) == sum(last)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_the_generator_is_left_where_the_longest_episode_ends(use_cache: bool) -> None:
+    generator, cfg = gen(5), RolloutConfig(max_tokens=48, group_size=3)
+    trajs = sample_groups(
+        Eager(), make_env(cfg), TASKS[:4], TOK, cfg, generator, use_cache=use_cache
+    )
+    longest, reference = max(len(traj.ids) for traj in trajs), gen(5)
+    for _ in range(longest):
+        torch.rand(len(trajs), generator=reference, dtype=torch.float64)
+    assert torch.equal(generator.get_state(), reference.get_state())
+
+
 def test_sampling_draws_from_its_generator_alone() -> None:
     model = Eager()
     torch.manual_seed(0)
@@ -285,8 +388,17 @@ def test_draws_follow_the_distribution() -> None:
 @pytest.mark.parametrize("uniform", [0.0, 5e-324, 0.5, 1 - 2**-53])
 def test_a_token_of_probability_zero_is_never_drawn(uniform: float) -> None:
     logits = torch.tensor([[-math.inf, 0.3, -math.inf, 0.1, -math.inf, -math.inf]])
-    tokens, logp = rollout._draw(logits, torch.tensor([uniform]).double(), 1.0)
+    number = torch.tensor([uniform], dtype=torch.float64)
+    tokens, logp = rollout._draw(logits, number, 1.0)
     assert tokens[0] in (1, 3) and math.isfinite(logp[0])
+
+
+def test_the_largest_number_draws_the_last_token_that_can_be_drawn() -> None:
+    logits = torch.randn(20_000, 7, generator=gen(), dtype=torch.float64) * 3
+    logits[:, 5:] = -math.inf
+    uniform = torch.full((len(logits),), 1 - 2**-53, dtype=torch.float64)
+    tokens, _ = rollout._draw(logits, uniform, 1.0)
+    assert max(tokens) <= 4
 
 
 def test_a_low_temperature_is_greedy() -> None:

@@ -127,6 +127,13 @@ def test_a_config_json_reads_like_the_object(case):
     assert arl.ModelShape.from_config(plain) == arl.ModelShape.from_config(config)
 
 
+def test_what_a_llama_config_may_leave_out():
+    shape = arl.ModelShape.from_config({"model_type": "llama", **SMALL})
+    assert (shape.kv_heads, shape.head_dim) == (4, 8)
+    with pytest.raises(ValueError, match="qwen2 config lacks 'num_key_value_heads'"):
+        arl.ModelShape.from_config({"model_type": "qwen2", **SMALL})
+
+
 def full_size(name, **arguments):
     config = getattr(transformers, f"{name}Config")(**arguments)
     with torch.device("meta"):
@@ -254,6 +261,26 @@ def test_the_gpu_hours_to_the_digit():
     assert f"{arl.run_cost(step, steps=300).total:.0f}" == "487"
     slower = arl.step_cost(qwen8b(), H200, busy=0.25, **N)
     assert round(slower.total - step.total, 1) == 0.9 or round(slower.total - step.total) == 1
+
+
+def test_a_context_is_at_most_the_episode():
+    whole = arl.step_cost(qwen8b(), H200, context=24_000, **N)
+    assert whole.assumptions["context"] == whole.assumptions["tokens"]
+    # Decoding alone knows no episode: a server may be asked about any context.
+    assert arl.decode_tokens_per_s(qwen8b(), H200, batch=1, context=65_536) > 0
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 20))
+def test_longer_work_costs_more_than_in_proportion(scale):
+    """Tokens grow with the length, and so does the cache that each sampled one reads."""
+    lengths = {"tokens": 1200, "policy_tokens": 300, "prompt_tokens": 200, "context": 800}
+    longer = {name: scale * n for name, n in lengths.items()}
+    once = arl.step_cost(qwen8b(), H200, **lengths, **N).gpu_hours
+    more = arl.step_cost(qwen8b(), H200, **longer, **N).gpu_hours
+    for part in ("train", "old log-probs", "prefill"):
+        assert abs(more[part] - scale * once[part]) < 1e-9 * more[part]
+    assert scale * once["decode"] <= more["decode"] <= scale**2 * once["decode"]
 
 
 def test_units_are_decimal():
@@ -397,6 +424,9 @@ def test_an_incomplete_config_is_named(config, message):
         ({"episodes": 0}, "episodes = 0"),
         ({"params": -1.0}, "params = -1"),
         ({"bytes_per_kv": float("nan")}, "bytes_per_kv = nan"),
+        ({"context": 24_001}, "context = 24001 exceeds tokens = 24000"),
+        ({"tokens": 12_000}, "context = 16384 exceeds tokens = 12000"),
+        ({"tokens": 0}, "tokens = 0"),
     ],
 )
 def test_an_impossible_assumption_is_named(change, message):
@@ -409,6 +439,7 @@ def test_accelerators_have_sources():
     assert set(arl.ACCELERATORS) == expected
     for name, gpu in arl.ACCELERATORS.items():
         assert arl.accelerator(name) is gpu and gpu.source and gpu.date[:2] == "20"
+    assert "Workstation Edition" in arl.accelerator("RTX PRO 6000").source
     assert arl.accelerator("rtx-pro-6000") is arl.ACCELERATORS["RTX PRO 6000"]
     with pytest.raises(ValueError, match=r"unknown accelerator 'H300'; known are A100, .*H200"):
         arl.accelerator("H300")
@@ -454,6 +485,7 @@ def test_the_command_prints_the_same_table(config, capsys):
         (["--gpu", "H200", "--batch", "many"], "--batch"),
         (["--gpu", "H200", "--bust", "1"], "--bust"),
         (["--gpu", "H200", "--steps", "0"], "steps = 0"),
+        (["--gpu", "H200", "--tokens", "8000"], "context = 16384 exceeds tokens = 8000"),
         ([], "--gpu"),
     ],
 )

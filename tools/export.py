@@ -18,6 +18,7 @@ import re
 import subprocess
 import sys
 import tokenize
+import tomllib
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -147,8 +148,14 @@ def generate(root: Path = ROOT) -> dict[str, str]:
     if problems:
         raise ExportError("\n".join(problems))
     files = {f"{module.slug}.py": _module_text(module) for module in modules}
-    files["__init__.py"] = _init_text(modules)
+    files["__init__.py"] = _init_text(modules, version(root))
     return files
+
+
+def version(root: Path = ROOT) -> str:
+    """Read the version of package and book from pyproject.toml, the one place where it stands."""
+    text = _read(root / "pyproject.toml")
+    return tomllib.loads(text).get("project", {}).get("version", "0")
 
 
 def read_module(path: Path) -> Module:
@@ -346,7 +353,7 @@ def _module_text(module: Module) -> str:
     return _formatted("".join(parts))
 
 
-def _init_text(modules: list[Module]) -> str:
+def _init_text(modules: list[Module], number: str) -> str:
     modules = [module for module in modules if module.public]
     imports = "".join(
         f"    from agentrl.{module.slug} import {', '.join(module.public)}\n" for module in modules
@@ -365,24 +372,22 @@ if TYPE_CHECKING:
 {imports or "    pass"}
 
 __all__ = {sorted(home)!r}
+__version__ = {number!r}
 
 _HOME = {home!r}
 
 
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version
+if not TYPE_CHECKING:  # a type checker shall see the names above and no others
 
-        return version("agentrl-book")
-    if name not in _HOME:
-        raise AttributeError(f"module 'agentrl' has no attribute {{name!r}}")
-    value = getattr(import_module(f"agentrl.{{_HOME[name]}}"), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'agentrl' has no attribute {{name!r}}")
+        value = getattr(import_module(f"agentrl.{{_HOME[name]}}"), name)
+        globals()[name] = value
+        return value
 
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__, "__version__"])
+    def __dir__() -> list[str]:
+        return sorted({{*globals(), *__all__}})
 '''
     return _formatted(text)
 

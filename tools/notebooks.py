@@ -1,11 +1,12 @@
-"""Keep the chapters in one form, execute them, and refuse what would pass the tests unseen.
+"""Keep the notebooks in one form, execute them, and refuse what would pass the tests unseen.
 
     python -m tools.notebooks canon FILES              bring notebooks into the canonical form
-    python -m tools.notebooks run [--chapter 05] [-p NAME VALUE]   execute chapters with papermill
+    python -m tools.notebooks run [--chapter 05] [-p NAME VALUE]   execute notebooks with papermill
     python -m tools.notebooks check [FILES]            the preflight
 
 A run with the chapters' own parameters replaces the committed notebook if every cell succeeded. A
-run with other parameters goes to `_build/runs/`, and says where its outputs differ.
+run with other parameters goes to `_build/runs/`, and says where its outputs differ. The time that
+a chapter took, with no other parameter than `DEVICE`, is kept with the benchmarks' results.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from __future__ import annotations
 import argparse
 import ast
 import hashlib
+import json
 import os
 import re
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +28,7 @@ from typing import Any
 import nbformat
 import nbval.plugin
 
+from benchmarks import common
 from tools import export, nbcompare
 from tools.export import ROOT, cell_labels
 
@@ -189,6 +193,7 @@ def _run_one(path: Path, parameters: dict[str, Any]) -> bool:
 
     runs = ROOT / "_build" / "runs"
     runs.mkdir(parents=True, exist_ok=True)
+    started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / path.name
         try:
@@ -209,6 +214,8 @@ def _run_one(path: Path, parameters: dict[str, Any]) -> bool:
             print(f"The notebook is as it was; this run is in {kept.relative_to(ROOT)}.")
             return False
         executed = read(output)
+    if path.parent.name == "chapters" and parameters.keys() <= {"DEVICE"}:
+        _keep_time(path.stem, time.perf_counter() - started, parameters.get("DEVICE", "cpu"))
     if not parameters:
         before = path.read_text(encoding="utf-8")
         text = canonical(executed)
@@ -228,6 +235,22 @@ def _run_one(path: Path, parameters: dict[str, Any]) -> bool:
     for line in _compare(read(path), executed) or ["every output equals the committed one"]:
         print(f"  {line}")
     return True
+
+
+def _keep_time(chapter: str, seconds: float, device: str) -> None:
+    """Note how long a chapter took on this machine, unless that is about what is noted already."""
+    description = common.machine()
+    file = ROOT / "benchmarks" / "results" / common.slug(description) / "chapters.json"
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"topic": "chapters"}
+    kept["machine"] = description
+    chapters = kept.setdefault("chapters", {})
+    known = chapters.get(f"{chapter} {device}", {}).get("seconds")
+    # About the same is left as it is, else a run would never change nothing.
+    if known is None or abs(seconds - known) > max(2.0, known / 4):
+        taken = {"seconds": round(seconds, 1), "date": common.today()}
+        chapters[f"{chapter} {device}"] = taken
+        kept["chapters"] = dict(sorted(chapters.items()))
+        common.write(file, kept)
 
 
 def _compare(committed: Notebook, computed: Notebook) -> list[str]:
@@ -450,15 +473,18 @@ def main(arguments: list[str] | None = None) -> int:
     one.add_argument("files", nargs="*", type=Path)
     options = parser.parse_args(arguments)
     chapters = sorted((ROOT / "chapters").glob("*.ipynb"))
+    pages = sorted((ROOT / "book").glob("*.ipynb"))
     if options.command == "canon":
         for path in options.files:
             print(f"{path}: {'written' if canon(path) else 'canonical'}")
         return 0
     if options.command == "check":
-        report = [line for path in options.files or chapters for line in preflight(path)]
+        report = [line for path in options.files or [*chapters, *pages] for line in preflight(path)]
         print("\n".join(report or ["preflight: nothing to refuse"]))
         return bool(report)
     chosen = [path for path in chapters if path.name.startswith(options.chapter)]
+    # Pages come last and always, since they read what a run notes.
+    chosen += [path for path in pages if chosen or path.name.startswith(options.chapter)]
     if not chosen:
         print(f"No chapter begins with {options.chapter!r}.")
         return 1

@@ -1,14 +1,16 @@
-"""A Sphinx extension that makes the book's pages read with the network off.
+"""A Sphinx extension for the HTML of all pages: they read with the network off.
 
 Maths becomes MathML when the book is built, by docutils' own converter. A command that it does not
 know is a warning, which fails the build. The code runner that Jupyter Book prepares on each page,
-and loads from a public host, is taken out.
+and loads from a public host, is taken out. Each page describes itself to search engines and link
+previews by its first words.
 """
 
 from __future__ import annotations
 
 import html
 import re
+import textwrap
 from typing import Any
 
 from docutils import nodes
@@ -23,9 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Register the renderer, which `html_math_renderer: mathml` selects, and the filter."""
+    """Register the renderer, which `html_math_renderer: mathml` selects, and what edits a page."""
     app.add_html_math_renderer("mathml", (_visit_math, None), (_visit_math_block, None))
     app.connect("html-page-context", _drop_thebe, priority=900)
+    app.connect("html-page-context", _describe)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
@@ -69,3 +72,22 @@ def _drop_thebe(
             for asset in context[kind]
             if "thebe" not in f"{asset.filename} {asset.attributes.get('body')}"
         ]
+
+
+def _describe(
+    app: Sphinx,
+    pagename: str,
+    templatename: str,
+    context: dict[str, Any],
+    doctree: nodes.document | None,
+) -> None:
+    if doctree is None:  # the search page, the index
+        return
+    paragraphs = (node.astext() for node in doctree.findall(nodes.paragraph))
+    words = textwrap.shorten(" ".join(paragraphs), width=200, placeholder=" ...")
+    title = next(doctree.findall(nodes.title)).astext()
+    tags = {"description": words, "og:description": words, "og:title": title}
+    tags |= {"og:type": "article", "og:site_name": app.config.html_title}
+    for name, content in tags.items():
+        kind = "property" if name.startswith("og:") else "name"
+        context["metatags"] += f'<meta {kind}="{name}" content="{html.escape(content)}">\n'

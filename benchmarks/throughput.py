@@ -1,0 +1,122 @@
+"""Predicted and measured tokens/s of decoding and training, on this machine's own roofline.
+
+    python -m benchmarks throughput
+
+The roofline comes from `measure_accelerator` in the same run. The model is a Qwen2 of
+`transformers` with random weights, large enough that they do not fit into the caches. Decoding runs
+one token of each sequence against a filled cache. The prediction is a bound, so the measured share
+of it is at most 1 if the roofline is right; training is predicted at all of the peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import agentrl as arl
+from benchmarks import common
+from benchmarks.common import Row, growth, say, timed
+
+WIDTH = {"tiny": 32, "full": 1024, "cuda": 4096}
+LAYERS = {"tiny": 2, "full": 8, "cuda": 16}
+BATCHES = {"tiny": (1, 4), "full": (1, 4, 16, 64, 256, 1024), "cuda": (1, 4, 16, 64, 256, 1024)}
+CONTEXT = {"tiny": 8, "full": 32, "cuda": 512}
+TRAIN = {"tiny": (2, 16), "full": (4, 256), "cuda": (8, 2048)}  # sequences, tokens each
+
+
+def build(size: str, device: str) -> tuple[Any, arl.ModelShape]:
+    import transformers
+
+    width = WIDTH[size]
+    config = transformers.Qwen2Config(
+        vocab_size=1024,
+        hidden_size=width,
+        intermediate_size=8 * width // 3,
+        num_hidden_layers=LAYERS[size],
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen2ForCausalLM(config).to(device)
+    if device == "cuda":
+        model = model.bfloat16()
+    return model, arl.ModelShape.from_config(config)
+
+
+def decoder(model: Any, batch: int, context: int, device: str) -> Callable[[], object]:
+    """One decode step of `batch` sequences after `context` tokens; the cache is cut back."""
+    from transformers import DynamicCache
+
+    ids = torch.ones(batch, context, dtype=torch.long, device=device)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, cache=cache, use_cache=True, logits_to_keep=1)
+
+    @torch.no_grad()
+    def step() -> None:
+        model(ids[:, :1], cache=cache, use_cache=True)
+        cache.crop(-1)
+
+    return step
+
+
+def measure(size: str, device: str) -> Row:
+    key = "cuda" if device == "cuda" and size == "full" else size
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    width, each = CONTEXT[key], (2.0 if dtype == "bfloat16" else 4.0)
+    model, shape = build(key, device)
+    side = 256 if key == "tiny" else 8192 if device == "cuda" else 2048
+    roof = arl.measure_accelerator(device, (getattr(torch, dtype),), size=side)
+    # The estimates read the peak under the name of the dtype that a GPU would use.
+    gpu = arl.Accelerator(**vars(roof) | {"flops": {"bfloat16": roof.flops[dtype]}})
+    rows, measured, predicted = [], {}, {}
+    for batch in BATCHES[key]:
+        limit = arl.decode_tokens_per_s(
+            shape, gpu, batch=batch, context=width, bytes_per_weight=each, bytes_per_kv=each
+        )
+        runs = {"transformers decode step": decoder(model, batch, width, device)}
+        row = timed(runs, 5, device=device)["transformers decode step"]
+        measured[batch], predicted[batch] = row, batch / limit
+        case = {"what": "decode", "case": f"batch {batch}, context {width}", "batch": batch}
+        case |= {"who": "transformers decode step", "predicted_tokens_per_s": float(limit)}
+        case |= {"bound": limit.assumptions["bound"], "dtype": dtype, **row}
+        if "seconds" in row:
+            case |= {"tokens_per_s": batch / row["seconds"]}
+            case |= {"of_prediction": batch / row["seconds"] / limit}
+        if case["bound"] == "memory":
+            weights = arl.decode_weights(shape, batch) * each
+            rows.append(case | {"bytes": weights + batch * shape.kv_bytes(width, each)})
+        else:
+            rows.append(case | {"flops": batch * arl.forward_flops(shape, [1])})
+        say(f"throughput: batch {batch}")
+    count, tokens = TRAIN[key]
+    ids = torch.ones(count, tokens, dtype=torch.long, device=device)
+
+    def train() -> None:
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+
+    lengths = [tokens] * count
+    limit = arl.train_tokens_per_s(shape, gpu, lengths=lengths, mfu=1.0)
+    row = timed({"train": train}, 3, device=device)["train"]
+    case = {"what": "train", "case": f"{count} x {tokens} tokens", "who": "transformers step"}
+    case |= {"predicted_tokens_per_s": float(limit), "bound": "compute", "dtype": dtype, **row}
+    if "seconds" in row:
+        case |= {"tokens_per_s": sum(lengths) / row["seconds"]}
+        case |= {"of_prediction": case["tokens_per_s"] / limit}
+    rows.append(case | {"flops": arl.training_flops(shape, lengths)})
+    law = growth("decode step", "sequences", measured, "the roofline's", predicted.__getitem__)
+    return {
+        "rows": rows,
+        "growth": [law],
+        "parameters": shape.params,
+        "roofline": {"flops": roof.flops[dtype], "bandwidth": roof.bandwidth},
+    }
+
+
+if __name__ == "__main__":
+    common.main("throughput")

@@ -1,0 +1,761 @@
+"""The checks find what is planted, where it is planted, and nothing in right trainers."""
+
+import math
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+import agentrl as arl
+from agentrl import audit
+
+settings.register_profile("audit", deadline=None, max_examples=25)
+settings.load_profile("audit")
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+plants = cache(arl.planted_faults)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def row(lengths: list[int], width: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """One packed row: token ids and segment ids."""
+    segments = [k for k, n in enumerate(lengths) for _ in range(n)]
+    segments += [-1] * (width - len(segments))
+    ids = torch.randint(10, (1, width), generator=generator(seed))
+    ids[0, :2] = torch.tensor([0, 9])
+    return ids, torch.tensor([segments])
+
+
+def episodes(logits: Tensor, ids: Tensor) -> list[arl.Trajectory]:
+    """Episodes whose sampler had these logits [B, T - 1, V] in float64."""
+    logp = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    mask = torch.ones_like(logp[0])
+    return [arl.Trajectory(i, mask, p, 0.0) for i, p in zip(ids, logp, strict=True)]
+
+
+def random_episodes(seed: int, B: int = 4, T: int = 12) -> tuple[list[arl.Trajectory], Tensor]:
+    draws = generator(seed)
+    logits = 4 * torch.randn(B, T - 1, 16, generator=draws, dtype=torch.float64)
+    return episodes(logits, torch.randint(16, (B, T), generator=draws)), logits
+
+
+def scored(logits: Tensor, trajs: list[arl.Trajectory]) -> list[Tensor]:
+    return [arl.selected_log_probs(z, traj.ids[1:]) for z, traj in zip(logits, trajs, strict=True)]
+
+
+# Every planted fault
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_planted_fault_is_found_with_its_cause(dtype: torch.dtype) -> None:
+    missed = []
+    for plant in plants(dtype):
+        result = plant.run(True)
+        if result or plant.says not in result.likely or result.check != plant.check:
+            missed.append(f"{plant.fault}: {result!r}")
+    assert not missed, "\n".join(missed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_check_fires_on_a_repaired_trainer(dtype: torch.dtype) -> None:
+    alarms = [f"{p.fault}: {r!r}" for p in plants(dtype) if not (r := p.run(False))]
+    assert not alarms, "\n".join(alarms)
+
+
+def test_the_table_has_every_public_report_and_every_check() -> None:
+    faults = plants(torch.float32)
+    assert {int(p.fault.split()[0]) for p in faults if p.fault[0].isdigit()} == set(range(1, 17))
+    assert {p.check for p in faults} == {n for n in audit.__all__ if n.endswith("_check")}
+    assert len({p.fault for p in faults}) == len(faults)
+
+
+def test_no_two_plants_are_the_same_run() -> None:
+    results = [str(p.run(True)) for p in plants(torch.float32) if p.fault[0].isdigit()]
+    assert len(set(results)) == len(results) == 16
+
+
+def test_a_check_gives_the_same_result_twice() -> None:
+    for plant in plants(torch.float32):
+        if plant.check in ("leak_check", "step_zero_ratio_check", "schedule_check"):
+            first, second = plant.run(True), plant.run(True)
+            assert str(first) == str(second) and first.trace == second.trace
+
+
+# The result
+
+
+def make(worst: float = 2.0, **fields: Any) -> arl.CheckResult:
+    given = {"check": "a_check", "unit": "nats", "index": "row 3", "threshold": 1.0}
+    return audit._result(
+        **{"strict": False, "why": "so", "likely": "this", **given, **fields}, worst=worst
+    )
+
+
+def test_the_report_has_verdict_number_place_limit_and_cause() -> None:
+    assert str(make()).splitlines() == [
+        "a_check: FAILED",
+        "  worst      2 nats at row 3",
+        "  threshold  1: so",
+        "  likely     this",
+    ]
+    assert repr(make()) == "<a_check FAILED, this; 2 nats at row 3>"
+    assert str(make(0.5)).splitlines()[0] == "a_check: passed" and "likely" not in str(make(0.5))
+
+
+def test_a_result_is_its_verdict_and_strict_raises_it() -> None:
+    assert make(1.0) and not make(1.5)
+    with pytest.raises(AssertionError, match="a_check: FAILED") as caught:
+        make(strict=True)
+    assert isinstance(caught.value, arl.AuditError) and "row 3" in str(caught.value)
+    assert make(0.5, strict=True)
+
+
+def test_a_nan_never_passes() -> None:
+    assert not make(math.nan)
+    assert not make(0.0, threshold=math.nan)
+    with pytest.raises(arl.AuditError):
+        make(math.nan, strict=True)
+
+
+# Limits
+
+
+def test_the_coarsest_type_on_the_way_counts() -> None:
+    _, u = audit._observe(lambda x: x.bfloat16().float().double(), torch.ones(3))
+    assert u == arl.unit_roundoff(torch.bfloat16) == 2.0**-8
+    assert audit._observe(lambda x: x.double() + 1, torch.ones(3))[1] == 2.0**-53
+
+
+def test_products_in_tf32_are_known() -> None:
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert audit._observe(lambda x: x @ x, torch.ones(3, 3))[1] == 2.0**-11
+        assert audit._observe(lambda x: x + x, torch.ones(3, 3))[1] == 2.0**-24
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert audit._observe(lambda x: x @ x, torch.ones(3, 3))[1] == 2.0**-24
+
+
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+def test_the_precision_of_a_single_backend_is_known(precision: str) -> None:
+    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    before = [b.fp32_precision for b in backends]
+    try:
+        backends[0].fp32_precision = precision  # torch has no common answer now and raises
+        assert audit._product_roundoff("cuda") == {"tf32": 2.0**-11, "ieee": 2.0**-24}[precision]
+        assert audit._product_roundoff("cpu") == 2.0**-24
+        assert audit._observe(lambda x: x @ x, torch.ones(3, 3))[1] == 2.0**-24
+        backends[1].fp32_precision = "bf16"
+        assert audit._observe(lambda x: x @ x, torch.ones(3, 3))[1] == 2.0**-8
+    finally:
+        for backend, value in zip(backends, before, strict=True):
+            backend.fp32_precision = value
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize("offset", [200.0, -400.0])
+def test_an_offset_of_all_logits_is_no_alarm(offset: float) -> None:
+    trajs, logits = random_episodes(2, B=64)
+    fn = lambda ts: scored((logits + offset).bfloat16().float(), ts)  # noqa: E731
+    assert arl.step_zero_ratio_check(fn, trajs)
+    unseen = lambda ts: [x.exp().log() for x in fn(ts)]  # noqa: E731
+    assert arl.step_zero_ratio_check(unseen, trajs)
+    assert not arl.step_zero_ratio_check(fn, trajs, logit_scale=16.6)
+
+
+def test_a_sum_of_mixed_signs_stays_inside_the_limit() -> None:
+    draws = generator(0)
+    for width in (64, 1024, 4096):  # the number of terms does not shrink the error, as derived
+        h = torch.randn(200, width, generator=draws, dtype=torch.float64)
+        w = torch.randn(width, 32, generator=draws, dtype=torch.float64) * 4 / math.sqrt(width)
+        exact = (h @ w).log_softmax(-1)[:, 0]
+        rounded = h
+        for _ in range(16):  # a state that is rounded on its way
+            rounded = (rounded * 1.1).bfloat16().double() / 1.1
+        logp = (rounded.bfloat16() @ w.bfloat16()).float().log_softmax(-1)[:, 0]
+        limit = arl.log_prob_tolerance(exact, 2.0**-8, 2.0**-24)
+        assert ((logp - exact).abs() <= limit).all()
+
+
+def test_a_sampler_in_a_coarser_type_has_to_be_named() -> None:
+    trajs, logits = random_episodes(2)
+    coarse = episodes(logits.bfloat16().double(), torch.stack([t.ids for t in trajs]))
+    fn = lambda ts: scored(logits.float(), ts)  # noqa: E731
+    alarm = arl.step_zero_ratio_check(fn, coarse)
+    assert not alarm and "sampler_dtype" in alarm.likely
+    assert arl.step_zero_ratio_check(fn, coarse, sampler_dtype=torch.bfloat16)
+
+
+@given(st.integers(0, 10_000), st.sampled_from(DTYPES))
+def test_rounded_logits_are_no_alarm(seed: int, dtype: torch.dtype) -> None:
+    trajs, logits = random_episodes(seed)
+    result = arl.step_zero_ratio_check(lambda ts: scored(logits.to(dtype), ts), trajs)
+    assert result, result
+
+
+@given(st.integers(0, 10_000), st.sampled_from(DTYPES), st.integers(1, 8))
+def test_rounded_gradients_are_no_alarm(seed: int, dtype: torch.dtype, k: int) -> None:
+    draws = generator(seed)
+    values = torch.randn(16, 40, generator=draws).to(dtype)
+
+    def grad(batch: Tensor, split: list[list[int]]) -> Tensor:
+        total = torch.zeros(40, dtype=dtype)
+        for rows in split:
+            total = total + batch[rows].sum(0) / 16
+        return total
+
+    order = torch.randperm(16, generator=draws).tolist()
+    splits = [k, [order[i::k] for i in range(k)]]
+    result = arl.split_invariance_check(grad, values, splits)
+    assert result, result
+
+
+def test_a_limit_shrinks_for_a_sure_token_and_with_the_type() -> None:
+    logp = torch.tensor([-5.0, -1.0, -1e-3, 0.0])
+    limits = [arl.log_prob_tolerance(logp, arl.unit_roundoff(d), 2.0**-53) for d in DTYPES]
+    assert all((limit.diff() < 0).all() and (limit > 0).all() for limit in limits)
+    assert (limits[0][:3] < limits[1][:3]).all() and (limits[1][:3] < limits[2][:3]).all()
+    # A limit is no use if it lets faults through: below a thousandth of a nat in float32.
+    assert limits[1].max() < 1e-3 and limits[2].max() < 1.2
+
+
+# Leaks
+
+LAYOUTS = st.lists(st.integers(1, 6), min_size=2, max_size=5)
+
+
+@given(LAYOUTS, st.integers(0, 3), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_a_state_that_crosses_a_boundary_is_found(
+    lengths: list[int], padding: int, dtype: torch.dtype
+) -> None:
+    ids, segments = row(lengths, sum(lengths) + padding)
+    found = arl.leak_check(lambda x: x.to(dtype).cumsum(1), ids, segments)
+    assert not found and "crosses the boundary" in found.likely
+    place, hit, changed = (
+        int(found.index.replace(",", "").replace(")", "").split()[i]) for i in (3, 5, 8)
+    )
+    assert segments[0, place] == hit > changed
+    assert arl.leak_check(lambda x: arl.segment_cumsum(x.to(dtype), segments), ids, segments)
+
+
+def test_a_leak_of_one_entry_is_found_there() -> None:
+    ids, segments = row([4, 4], 9)
+
+    def fn(x: Tensor) -> Tensor:
+        out = x.double().clone()
+        out[0, 6] += 1e-9 * x[0, 1]
+        return out
+
+    found = arl.leak_check(fn, ids, segments)
+    assert not found and found.index.startswith("row 0, entry 6 (segment 1)")
+    assert found.trace[6] == found.worst > 0 and sum(x > 0 for x in found.trace) == 1
+    assert arl.leak_check(fn, ids, segments, tolerance=1e-6)
+
+
+def test_a_later_sequence_and_padding_are_told_apart() -> None:
+    ids, segments = row([4, 4], 9)
+    back = arl.leak_check(lambda x: x.double().flip(1).cumsum(1).flip(1), ids, segments)
+    assert "not causal" in back.likely or "padding" in back.likely
+    pad = arl.leak_check(lambda x: x.double() + x[:, -1:], ids, segments)
+    assert pad.likely == "padding is attended to"
+
+
+def test_the_mask_the_positions_and_the_gradient_are_asked_for() -> None:
+    ids, segments = row([4, 4], 8)
+    fn = lambda x: arl.segment_cumsum(x.double(), segments[:, : x.shape[1]])  # noqa: E731
+    mask = torch.ones(1, 7)
+    assert "labels" in arl.leak_check(fn, ids, segments, loss_mask=mask).likely
+    mask[0, 3] = 0
+    assert arl.leak_check(
+        fn, ids, segments, loss_mask=mask, alone_fn=lambda x: x.double().cumsum(1)
+    )
+    shifted = arl.leak_check(fn, ids, segments, alone_fn=lambda x: x.double().cumsum(1) + 1)
+    assert "positions do not restart" in shifted.likely
+    embeds = torch.randn(1, 8, 3, generator=generator(0))
+    assert arl.leak_check(
+        fn,
+        ids,
+        segments,
+        embeds=embeds,
+        embeds_fn=lambda e: arl.segment_cumsum(e, segments).sum(-1),
+    )
+    crossing = arl.leak_check(
+        fn, ids, segments, embeds=embeds, embeds_fn=lambda e: e.cumsum(1).sum(-1)
+    )
+    assert not crossing and "from the values of segment 1" in crossing.index
+
+
+def test_a_mask_that_is_read_from_the_ids_is_no_leak() -> None:
+    ids = torch.tensor([[0, 0, 5, 3, 7, 2, 4], [6, 8, 3, 5, 2, 9, 4]])
+    segments = torch.where(ids == 0, -1, 0)
+    right = lambda x: ((x != 0) * x).double().cumsum(1)  # noqa: E731
+    assert arl.leak_check(right, ids, segments)
+    attended = lambda x: (x + 1).double().cumsum(1)  # noqa: E731
+    found = arl.leak_check(attended, ids, segments)
+    assert not found and found.likely == "padding is attended to"
+
+
+def test_boundaries_that_are_read_from_the_ids_are_no_leak() -> None:
+    ids = torch.tensor([[5, 3, 1, 7, 2, 4, 1, 6, 8, 1]])
+    segments = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2, 2]])
+
+    def right(x: Tensor) -> Tensor:
+        end = (x == 1).long()
+        return arl.segment_cumsum(x.double(), end.cumsum(1) - end)
+
+    assert arl.leak_check(right, ids, segments)
+    found = arl.leak_check(lambda x: right(x) + x[:, :1], ids, segments)
+    assert not found and "crosses the boundary" in found.likely
+    # It cannot be asked of a sequence alone, so it is an alarm that names the way out.
+    fixed = lambda x: right(x) + torch.zeros(1, 10)  # noqa: E731
+    found = arl.leak_check(fixed, ids, segments)
+    assert not found and "keep=[1]" in found.likely
+    assert arl.leak_check(fixed, ids, segments, keep=[1])
+    assert not arl.leak_check(lambda x: fixed(x) + x[:, :1], ids, segments, keep=[1])
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+def test_experts_that_share_their_products_are_no_leak(experts: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.15,
+        decoder_sparse_step=1, **sizes, **moe,
+    )  # fmt: skip
+    model = transformers.Qwen3MoeForCausalLM._from_config(config, experts_implementation=experts)
+    ids = torch.randint(1, 64, (2, 40))
+    segments = torch.arange(3).repeat_interleave(torch.tensor([13, 20, 7])).expand(2, -1)
+    positions = torch.cat([torch.arange(n) for n in (13, 20, 7)]).expand(2, -1)
+
+    def logits(x: Tensor, allowed: Tensor) -> Tensor:
+        mask = torch.where(allowed, 0.0, torch.finfo(torch.float32).min)
+        return model.eval()(x, position_ids=positions, attention_mask=mask, use_cache=False).logits
+
+    block = arl.block_mask(segments)
+    with torch.no_grad():
+        passed = arl.leak_check(lambda x: logits(x, block), ids, segments)
+        causal = torch.ones_like(block).tril()
+        leaky = arl.leak_check(lambda x: logits(x, causal), ids, segments)
+    assert passed and "shapes of products depend on the tokens" in passed.why
+    assert 0 < passed.threshold < 1e-3
+    assert not leaky and "crosses the boundary" in leaky.likely
+
+
+@pytest.mark.parametrize(
+    ("fn", "says"),
+    [
+        (lambda x: x.double()[:, :3], "returned shape [1, 3]"),
+        (lambda x: None, "returned NoneType"),
+        (lambda x: x.double() / 0 * 0, "returned NaN"),
+        (lambda x: torch.rand(x.shape), "two calls"),
+    ],
+)
+def test_a_broken_model_is_diagnosed(fn: Any, says: str) -> None:
+    ids, segments = row([4, 4], 8)
+    found = arl.leak_check(fn, ids, segments)
+    assert not found and says in found.likely
+
+
+def test_nan_in_padding_is_nobodys_business() -> None:
+    ids, segments = row([4, 4], 9)
+    fn = lambda x: x.double().masked_fill(segments < 0, math.nan)  # noqa: E731
+    assert arl.leak_check(fn, ids, segments)
+    after = lambda x: x.double() / (x[:, :1] == ids[:, :1])  # noqa: E731
+    assert arl.leak_check(after, ids, segments).worst == math.inf  # appears after a change only
+
+
+# Splits
+
+
+def token_means(counts: list[int], seed: int) -> tuple[list[Tensor], Any]:
+    draws = generator(seed)
+    batch = [torch.randn(n, 30, generator=draws, dtype=torch.float64) for n in counts]
+
+    def grad(batch: Any, split: list[list[int]], local: bool) -> Tensor:
+        total = torch.zeros(30, dtype=torch.float64)
+        for rows in split:
+            part = torch.cat([batch[i] for i in rows])
+            total += part.sum(0) / (len(part) * len(split) if local else sum(counts))
+        return total
+
+    return batch, grad
+
+
+@given(st.lists(st.integers(1, 9), min_size=4, max_size=8), st.integers(0, 1000))
+def test_local_means_are_found_and_their_weight_is_named(counts: list[int], seed: int) -> None:
+    counts = sorted(counts)
+    counts[-1] += 5
+    halves = [part.tolist() for part in torch.tensor(counts).tensor_split(2)]
+    assume(sum(halves[0]) != sum(halves[1]))  # equal halves make the local means right
+    batch, grad = token_means(counts, seed)
+    assert arl.split_invariance_check(lambda b, s: grad(b, s, False), batch, (1, 2, 3))
+    found = arl.split_invariance_check(lambda b, s: grad(b, s, True), batch, (1, 2))
+    assert not found and found.index == "splits[1], 2 microbatches"
+    assert "divided by its own count" in found.likely and found.trace[0] == 0
+    weights = [sum(counts) / (2 * sum(half)) for half in halves]
+    worst = max(range(2), key=lambda j: abs(weights[j] - 1))
+    words = found.likely.split()
+    assert words[:3] == ["microbatch", str(worst), f"({len(halves[worst])}"]
+    assert float(words[5]) == pytest.approx(weights[worst], abs=0.006)
+
+
+def test_a_microbatch_left_out_is_named() -> None:
+    batch, grad = token_means([3, 4, 5, 6], 0)
+    found = arl.split_invariance_check(
+        lambda b, s: grad(b, s[:1] if len(s) > 1 else s, False), batch, [2]
+    )
+    assert not found and "microbatch 1 is left out" in found.likely
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_contributions_that_cancel_are_no_alarm(dtype: torch.dtype) -> None:
+    values = torch.randn(16, 400, generator=generator(0)).to(dtype)
+    values = torch.cat([values, -values])  # advantages +1 and -1 on the same sequences
+    values[0] *= 1.05
+
+    def grad(batch: Tensor, split: list[list[int]], local: bool = False) -> Tensor:
+        weight = torch.ones(400, dtype=dtype, requires_grad=True)
+        for rows in split:
+            loss = (batch[rows] * torch.rand(400, generator=generator(1)).to(dtype)) @ weight
+            (loss.sum() / (len(rows) * len(split) if local else len(batch))).backward()
+        return weight.grad
+
+    splits = [4, 32, [list(range(16)), list(range(16, 32))]]
+    found = arl.split_invariance_check(grad, values, splits)
+    assert found, found
+    uneven = [[[0, 1, 2], list(range(3, 32))]]
+    assert not arl.split_invariance_check(lambda b, s: grad(b, s, True), values, uneven)
+
+
+def test_random_and_broken_gradients_are_diagnosed() -> None:
+    batch = torch.ones(4, 3)
+    noisy = arl.split_invariance_check(lambda b, s: torch.rand(5), batch, [2])
+    assert not noisy and "dropout" in noisy.likely
+    nan = arl.split_invariance_check(
+        lambda b, s: torch.tensor([0.0, 0.0]) / (2 - len(s)), batch, [2]
+    )
+    assert not nan and math.isnan(nan.worst) and "divides by 0" in nan.likely
+    other = arl.split_invariance_check(lambda b, s: torch.ones(len(s)), batch, [2])
+    assert not other and "returned 2 numbers, and 1" in other.likely
+    zero = arl.split_invariance_check(lambda b, s: torch.zeros(3) + len(s) - 1, batch, [2])
+    assert not zero and zero.worst == math.inf
+    assert arl.split_invariance_check(lambda b, s: {"w": torch.zeros(3)}, {"x": batch}, [2])
+
+
+# Ratios
+
+
+@given(st.integers(0, 1000), st.integers(0, 3), st.integers(0, 10))
+def test_one_wrong_token_is_found_where_it_is(seed: int, i: int, t: int) -> None:
+    trajs, logits = random_episodes(seed)
+
+    def logp(ts: list[arl.Trajectory]) -> list[Tensor]:
+        out = scored(logits.float(), ts)
+        out[i][t] -= 1e-3
+        return out
+
+    found = arl.step_zero_ratio_check(logp, trajs)
+    assert not found and found.index.startswith(f"trajs[{i}], entry {t}, ")
+    assert 0.5e-3 < found.worst < 2e-3
+
+
+def test_a_difference_that_every_token_may_have_is_too_much_on_average() -> None:
+    trajs, logits = random_episodes(1, B=64)
+
+    def logp(ts: list[arl.Trajectory], size: float) -> list[Tensor]:
+        return [x - size * (1 - x.exp()) for x in scored(logits.bfloat16().float(), ts)]
+
+    found = arl.step_zero_ratio_check(lambda ts: logp(ts, 0.5), trajs)
+    assert not found and found.index == "the mean over 704 sampled tokens"
+    assert arl.step_zero_ratio_check(lambda ts: logp(ts, 0.02), trajs)
+
+
+def test_patterns_of_ratios() -> None:
+    trajs, logits = random_episodes(3, B=8)
+    says = {
+        "a constant of -0.1": lambda ts: [x - 0.1 for x in scored(logits, ts)],
+        "a temperature on one side": lambda ts: scored(logits / 2, ts),
+        "off by one": lambda ts: [F.pad(x[:-1], (1, 0)) for x in scored(logits, ts)],
+        "other weights": lambda ts: scored(
+            logits + torch.randn(logits.shape, generator=generator(1)), ts
+        ),
+        "4 of 8 trajectories agree": lambda ts: scored(
+            logits
+            + torch.randn(logits.shape, generator=generator(1))
+            * (torch.arange(8) > 3)[:, None, None],
+            ts,
+        ),
+        "two calls differ": lambda ts: scored(logits + 0.1 * torch.randn(logits.shape), ts),
+    }
+    for text, fn in says.items():
+        found = arl.step_zero_ratio_check(fn, trajs)
+        assert not found and text in found.likely, (text, found)
+
+
+def test_a_hint_does_not_name_one_cause_for_many() -> None:
+    trajs, logits = random_episodes(3, B=8)
+    found = arl.step_zero_ratio_check(lambda ts: [-x for x in scored(logits, ts)], trajs)
+    assert not found and "a temperature on one side" not in found.likely
+    found = arl.step_zero_ratio_check(lambda ts: [x.exp() for x in scored(logits, ts)], trajs)
+    assert not found and "a temperature on one side" not in found.likely
+    noise = 1e-3 * torch.randn(logits.shape, generator=generator(1))
+    found = arl.step_zero_ratio_check(lambda ts: scored(logits + noise, ts), trajs)
+    for cause in ("stale policy", "temperature", "top-p", "context", "only if it is"):
+        assert cause in found.likely
+
+
+def test_sampled_tokens_are_all_trained_and_no_others() -> None:
+    trajs, logits = random_episodes(4)
+    right = lambda ts: scored(logits, ts)  # noqa: E731
+    for traj in trajs:
+        traj.action_mask = torch.arange(11) > 3
+        traj.sample_logp = traj.sample_logp * traj.action_mask
+    assert arl.step_zero_ratio_check(right, trajs)
+    masks = [traj.action_mask for traj in trajs]
+    for traj, mask in zip(trajs, masks, strict=True):
+        traj.action_mask = mask & (torch.arange(11) < 10)
+    found = arl.step_zero_ratio_check(right, trajs)
+    assert not found and (found.worst, found.index) == (4, "trajs[0], entry 10")
+    assert "leaves out sampled tokens" in found.likely
+    for traj, mask in zip(trajs, masks, strict=True):
+        traj.action_mask = torch.ones_like(mask)
+    found = arl.step_zero_ratio_check(right, trajs)
+    assert not found and "did not sample" in found.likely
+    for traj, mask in zip(trajs, masks, strict=True):
+        traj.action_mask = mask
+    trajs[1].action_mask = torch.zeros_like(masks[1])  # left out as a whole: a choice
+    assert arl.step_zero_ratio_check(right, trajs)
+
+
+def test_masked_entries_are_not_read() -> None:
+    trajs, logits = random_episodes(4)
+    for traj in trajs:
+        traj.action_mask = torch.arange(11) > 3
+        traj.sample_logp = traj.sample_logp * traj.action_mask
+
+    def logp(ts: list[arl.Trajectory]) -> Tensor:
+        rows = torch.stack(scored(logits, ts))
+        rows[:, :4] = math.nan
+        return rows
+
+    assert arl.step_zero_ratio_check(logp, trajs)
+
+
+@pytest.mark.parametrize(
+    ("fn", "says"),
+    [
+        (lambda ts: torch.zeros(4, 3), "returned shape [4, 3], needs [4, 11]"),
+        (lambda ts: [t.sample_logp for t in ts[:2]], "returned 2 rows for 4"),
+        (lambda ts: [t.sample_logp[:-1] for t in ts], "for trajs[0], needs [11]"),
+        (lambda ts: [t.sample_logp * math.nan for t in ts], "not finite"),
+    ],
+)
+def test_broken_log_probs_are_diagnosed(fn: Any, says: str) -> None:
+    found = arl.step_zero_ratio_check(fn, random_episodes(0)[0])
+    assert not found and math.isnan(found.worst) and says in found.likely
+
+
+def test_equal_draws_are_judged_by_their_probability() -> None:
+    trajs, _ = random_episodes(5, B=8)
+    exact = lambda ts: [t.sample_logp for t in ts]  # noqa: E731
+    assert arl.step_zero_ratio_check(exact, trajs, group_size=4)
+    twice = [*trajs[:7], trajs[2]]
+    assert "trajs[2] and trajs[7]" in arl.step_zero_ratio_check(exact, twice).index
+    sure = [arl.Trajectory(t.ids, t.action_mask, 1e-3 * t.sample_logp, 0.0) for t in twice]
+    assert arl.step_zero_ratio_check(exact, sure)  # a sure policy repeats itself
+
+
+# Schedules
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=4, max_size=40),
+    st.integers(50, 120),
+    st.integers(1, 3),
+    st.booleans(),
+)
+def test_right_schedules_pass_and_wrong_ones_are_named(
+    lengths: list[int], cap: int, ranks: int, packed: bool
+) -> None:
+    plan: Any = arl.token_budget_batches(lengths, cap, packed=packed)
+    if ranks > 1:
+        assume(len(lengths) >= 2 * len(plan) + ranks)  # else a rank may have to stay empty
+        plan = arl.rank_balanced_batches(lengths, cap, ranks, packed=packed)
+    assert arl.schedule_check(plan, lengths, cap, ranks, packed=packed, slack=1.0)
+    flat = plan if ranks == 1 else plan[0]
+    lost = flat[0].pop()
+    found = arl.schedule_check(plan, lengths, cap, ranks, packed=packed)
+    assert not found and found.index == f"sequence {lost}" and "dropped" in found.likely
+    flat[0] += [lost, lost]
+    found = arl.schedule_check(plan, lengths, cap, ranks, packed=packed)
+    assert not found and found.index == f"sequence {lost}" and "twice" in found.likely
+
+
+def test_schedule_questions_come_one_by_one() -> None:
+    check = arl.schedule_check
+    assert check([[0, 1], [2]], [5, 3, 4], 10).worst == 10
+    over = check([[0, 1], [2]], [5, 3, 4], 9)
+    assert (over.worst, over.threshold, over.index) == (10, 9, "microbatch 0")
+    assert check([[0, 1], [2]], [5, 3, 4], 9, packed=True)
+    assert check([[[0]], [[1]]], [5, 3], 9, 2)
+    assert "for ever" in check([[[0], [1]], [[2]]], [5, 3, 4], 9, 2).likely
+    assert "filled up" in check([[[0, 1]], [[]]], [3, 3], 9, 2).likely
+    assert "search for a fit" in check([[0], [1], [2]], [3, 3, 3], 9).likely
+    assert check([[0], [1, 2]], [3, 3, 3], 9)  # one more than needed is always allowed
+    assert not check([[0], [1, 2]], [3, 3, 3], 9, slack=0)
+    assert "there is no sequence 7" in check([[0, 7], [1]], [3, 3], 9).likely
+
+
+# Filters
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.2, 0.8), (-1.0, 0.5)])
+def test_the_filter_of_chapter_nine_passes(low: float, high: float) -> None:
+    def right(groups: list[list[float]]) -> list[bool]:
+        inside = [bool(arl.filter_by_pass_rate([0], [g], low, high)) for g in groups]
+        return [k and min(g) < max(g) for k, g in zip(inside, groups, strict=True)]
+
+    found = arl.group_filter_check(right, low=low, high=high)
+    assert found, found
+
+
+def test_broken_filters_are_diagnosed() -> None:
+    check = arl.group_filter_check
+    assert "3 verdicts" in check(lambda groups: [True] * 3).likely
+    assert "raised ZeroDivisionError" in check(lambda groups: 1 / 0).likely
+    assert "unequal rewards is dropped" in check(lambda groups: [False] * len(groups)).likely
+    assert check(lambda groups: [True] * len(groups)).index == "group 0, rewards [0, 0]"
+    everything = check(lambda groups: [len(set(g)) > 1 and g[0] != 0.25 for g in groups])
+    assert everything.worst == 1 and "[0.25, 0.5]" in everything.index
+
+
+@pytest.mark.parametrize(
+    ("fill", "says"),
+    [
+        (lambda sample: 1 / 0, "an exception instead of a stop"),
+        (lambda sample: [sample(8) for _ in range(10**9)], "no bound"),
+        (lambda sample: sample(3) and [], "without a reason"),
+        (lambda sample: ([], "budget spent"), ""),
+    ],
+)
+def test_dynamic_sampling_ends_and_says_why(fill: Any, says: str) -> None:
+    right = lambda groups: [min(g) < max(g) for g in groups]  # noqa: E731
+    found = arl.group_filter_check(right, fill_fn=fill)
+    assert bool(found) == (not says) and says in found.likely
+
+
+# Heads and FLOPs
+
+
+def test_heads() -> None:
+    assert arl.head_memory_check(arl.fused_log_probs, tokens=1024, vocab_size=8192, d_model=128)
+    full = arl.head_memory_check(
+        lambda h, w, i: (h @ w.T).log_softmax(-1).gather(-1, i[..., None])[..., 0], tokens=1024
+    )
+    assert not full and full.worst >= 2 * 32_768
+    wrong = arl.head_memory_check(lambda h, w, i: (h @ w.T).gather(-1, i[..., None])[..., 0])
+    assert "not the log-probability" in wrong.likely
+    shape = arl.head_memory_check(lambda h, w, i: (h @ w.T).log_softmax(-1))
+    assert "fn returned [1, 24, 48] for ids [1, 24]" in shape.likely
+    nan = arl.head_memory_check(lambda h, w, i: h.sum(-1) * math.nan)
+    assert not nan
+
+
+def test_flops() -> None:
+    x = torch.ones(4, 8, requires_grad=True)
+    step = lambda: (x @ torch.ones(8, 2, requires_grad=True)).sum().backward()  # noqa: E731
+    assert arl.flop_count_check(3 * 2 * 4 * 8 * 2, step)
+    assert "embedding" in arl.flop_count_check(1000, step).likely
+    assert "left out" in arl.flop_count_check(128, step).likely
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_flops_do_not_depend_on_kernels_and_recomputation(
+    attention: str, checkpointing: bool
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 160}
+    config = transformers.Qwen2Config(
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **sizes
+    )
+    model = transformers.Qwen2ForCausalLM._from_config(config, attn_implementation=attention)
+    model.train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    ids = torch.zeros(1, 64, dtype=torch.int64)
+    step = lambda: model(ids, use_cache=False).logits.sum().backward()  # noqa: E731
+    shape = arl.ModelShape.from_config(config)
+    for pairs in ("causal", "square"):
+        found = arl.flop_count_check(arl.training_flops(shape, [64], pairs=pairs), step)
+        assert found, found
+    right = arl.training_flops(shape, [64])
+    more = arl.flop_count_check(right + 6 * 1000 * 64 * 64, step)
+    assert not more and "an embedding" in more.likely
+    less = arl.flop_count_check(right - 6 * 1000 * 64 * 64, step)
+    assert not less and "left out" in less.likely
+
+
+# At the door
+
+
+def test_bad_input_is_refused_with_index_and_values() -> None:
+    ids, segments = row([4, 4], 8)
+    fn = lambda x: x.double()  # noqa: E731
+    trajs, _ = random_episodes(0)
+    logp = lambda ts: [t.sample_logp for t in ts]  # noqa: E731
+    unsampled = [arl.Trajectory(t.ids, 0 * t.action_mask, t.sample_logp, 0.0) for t in trajs]
+    grad = lambda b, s: torch.ones(2)  # noqa: E731
+    cases = [
+        (lambda: arl.leak_check(fn, ids, segments[:, :5]), ValueError, r"\[1, 8\].*\[1, 5\]"),
+        (lambda: arl.leak_check(fn, ids.float(), segments), TypeError, "float32"),
+        (lambda: arl.leak_check(fn, ids, segments * 0), ValueError, "one segment"),
+        (lambda: arl.leak_check(fn, ids * 0, segments), ValueError, "one token"),
+        (lambda: arl.leak_check(fn, ids, segments, embeds=ids), ValueError, "together"),
+        (lambda: arl.leak_check(fn, ids, segments, loss_mask=ids), ValueError, "loss_mask"),
+        (
+            lambda: arl.split_invariance_check(grad, torch.ones(4), [5]),
+            ValueError,
+            r"splits\[0\] = 5",
+        ),
+        (lambda: arl.split_invariance_check(grad, torch.ones(4), []), ValueError, "empty"),
+        (
+            lambda: arl.split_invariance_check(grad, torch.ones(4), [2, [[0, 1], [1, 2, 3]]]),
+            ValueError,
+            r"splits\[1\] holds sequence 1 2 times",
+        ),
+        (
+            lambda: arl.split_invariance_check(grad, torch.ones(4), [[[0, 1, 2]]]),
+            ValueError,
+            "sequence 3 0 times",
+        ),
+        (lambda: arl.split_invariance_check(lambda b, s: None, [1], [1]), TypeError, "NoneType"),
+        (lambda: arl.step_zero_ratio_check(logp, []), ValueError, "empty"),
+        (lambda: arl.step_zero_ratio_check(logp, unsampled), ValueError, "0 everywhere"),
+        (
+            lambda: arl.step_zero_ratio_check(logp, trajs, group_size=3),
+            ValueError,
+            "group_size = 3",
+        ),
+        (lambda: arl.schedule_check([[0]], [0], 5), ValueError, r"lengths\[0\] = 0"),
+        (lambda: arl.schedule_check([[0]], [1.5], 5), TypeError, r"lengths\[0\] = 1.5"),
+        (lambda: arl.schedule_check([], [], 5), ValueError, "empty"),
+        (lambda: arl.schedule_check([[[0]]], [3], 5, 2), ValueError, "1 ranks, num_ranks = 2"),
+        (lambda: arl.schedule_check([[0]], [3], 0), ValueError, "max_tokens = 0"),
+        (lambda: arl.head_memory_check(arl.fused_log_probs, vocab_size=100), ValueError, "100"),
+        (lambda: arl.flop_count_check(1, lambda: None), ValueError, "no matrix product"),
+    ]
+    for call, kind, says in cases:
+        with pytest.raises(kind, match=says):
+            call()

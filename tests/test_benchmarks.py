@@ -1,0 +1,240 @@
+"""The benchmarks at a tiny size, what they share, and the results that are committed."""
+
+import getpass
+import json
+import math
+import re
+import socket
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import __main__ as runner
+from benchmarks import accumulation, common, logits, scripts
+from tools.export import ROOT
+
+PEERS = ("trl", "verl", "tensordict", "liger_kernel", "cut_cross_entropy")
+RESULTS = sorted((ROOT / "benchmarks" / "results").rglob("*.json"))
+PAGE = ROOT / "book" / "results.ipynb"
+
+
+@pytest.fixture
+def no_peers(monkeypatch):
+    """Make the import of each peer fail, and memory cheap: its process is tested by itself."""
+    for name in PEERS:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(common, "peak_bytes", lambda *_: {"peak_mb": 1.0})
+
+
+def faults(rows: list[dict], curves: list[dict]) -> list[str]:
+    """What is wrong with a topic's findings."""
+    found = []
+    for row in rows:
+        name = f"{row.get('what')}, {row.get('case')}, {row.get('who')}"
+        if not isinstance(row.get("what"), str) or not isinstance(row.get("who", ""), str):
+            found.append(f"{name}: has no name")
+        if "failed" in row:
+            if not row["failed"] or "seconds" in row:
+                found.append(f"{name}: failed without a reason, or yet has a time")
+        elif "low" in row and not row["low"] <= row["seconds"] <= row["high"]:
+            found.append(f"{name}: the median is outside of its spread")
+        if row.get("valid") is False:
+            found.append(f"{name}: is no valid plan")
+    for curve in curves:
+        if len(curve["sizes"]) != len(curve["seconds"]):
+            found.append(f"{curve['who']}: sizes and times differ in number")
+        if len(curve["sizes"]) > 1 and not math.isfinite(curve["exponent"] + curve["expected"]):
+            found.append(f"{curve['who']}: no exponent")
+    return found
+
+
+# What the topics share
+
+
+def test_the_exponent_of_a_known_law_comes_out():
+    sizes = [1e3, 1e4, 1e5, 1e6]
+    assert common.exponent(sizes, [3e-9 * n**2 for n in sizes]) == pytest.approx(2)
+    assert common.exponent(sizes, [5.0 for _ in sizes]) == pytest.approx(0)
+    noisy = [n * factor for n, factor in zip(sizes, (1.1, 0.9, 1.1, 0.9), strict=True)]
+    assert common.exponent(sizes, noisy) == pytest.approx(1, abs=0.05)
+    for bad in (([1], [1]), ([1, 2], [1]), ([1, 2], [0, 1])):
+        with pytest.raises(ValueError, match="positive pairs"):
+            common.exponent(*bad)
+
+
+def test_growth_compares_with_the_law_and_keeps_what_failed():
+    points = {n: {"seconds": 1e-9 * n * math.log(n)} for n in (10, 1_000, 100_000)}
+    row = common.growth("it", "things", points, "n log n", lambda n: n * math.log(n))
+    assert row["exponent"] == pytest.approx(row["expected"])
+    assert 1 < row["expected"] < 1.5
+    row = common.growth("it", "things", {**points, 7: {"failed": "why"}}, "n", float)
+    assert row["failed"] == {"7": "why"}
+    assert row["sizes"] == [10, 1_000, 100_000]
+
+
+def test_runs_take_turns_after_a_warm_up_and_a_failure_is_a_result():
+    calls = []
+
+    def run(name: str) -> int:
+        calls.append(name)
+        if name == "c":
+            raise ImportError("no module in /opt/secret/place")
+        return 7
+
+    found = common.timed({name: lambda name=name: run(name) for name in "abc"}, 3)
+    assert calls == [*"abc", *"ab" * 3]
+    assert found["a"]["n"] == 3
+    assert found["a"]["value"] == 7
+    assert found["a"]["low"] <= found["a"]["seconds"] <= found["a"]["high"]
+    assert found["c"] == {"failed": "ImportError: no module in place"}
+
+
+def test_slow_runs_are_repeated_less():
+    found = common.timed({"a": lambda: None}, 5, longest=-1.0)
+    assert found == {"a": {}}  # not even once: only the warm-up
+    assert common.timed({"a": lambda: None}, 5, longest=0.0)["a"]["n"] == 1
+
+
+def test_the_fraction_of_the_limit():
+    best = {"flops": {"float32": 100.0}, "copy_bytes_per_s": 10.0}
+    rows = [
+        {"seconds": 2.0, "flops": 50, "dtype": "float32"},
+        {"seconds": 2.0, "bytes": 5},
+        {"failed": "why", "flops": 50, "dtype": "float32"},
+    ]
+    common.with_fractions(rows, best)
+    assert [row.get("of_limit") for row in rows] == [0.25, 0.25, None]
+
+
+def test_machines_are_named_without_their_host():
+    cpu = {"cpu": "Intel(R) Xeon(R) CPU E5-2680 @ 2.40GHz", "cores": 4, "gpu": None}
+    assert common.slug(cpu) == "intel-xeon-e5-2680-4-cores"
+    assert common.slug(cpu | {"gpu": "NVIDIA H200"}).startswith("nvidia-h200-intel")
+    text = json.dumps(common.machine())
+    assert socket.gethostname() not in text
+    assert common.tidy({"a": [math.nan, 1.23456, 123456]}) == {"a": [None, 1.235, 123456]}
+
+
+def test_peak_memory_counts_what_a_run_holds_at_once():
+    def run() -> None:
+        for _ in range(3):
+            torch.ones(50_000_000, dtype=torch.uint8)
+
+    run()
+    assert 40 < common._peak(run, "cpu")["peak_mb"] < 110
+    found = common.peak_bytes("packing", "agentrl bfd", "tiny", "cpu")
+    assert found["peak_mb"] >= 0
+    assert "KeyError" in common.peak_bytes("packing", "nobody", "tiny", "cpu")["failed"]
+
+
+def test_a_peer_that_does_not_install_is_reported_and_the_others_go_on(monkeypatch, tmp_path):
+    calls = []
+
+    def fake(command: list, **_: object) -> subprocess.CompletedProcess:
+        calls.append([str(word) for word in command])
+        bad = command[-1].startswith("trl") if command[2] == "pip" else False
+        return subprocess.CompletedProcess(command, int(bad), "", "ERROR: no such version\n")
+
+    monkeypatch.setattr(runner.subprocess, "run", fake)
+    monkeypatch.setattr(runner, "VENV", tmp_path)
+    runner.make_environment()
+    failed = json.loads((tmp_path / "failed.json").read_text())
+    assert list(failed) == ["trl"]
+    assert "no such version" in failed["trl"]
+    assert not (tmp_path / "installed.txt").exists()  # it is tried again
+    assert any("--no-deps" in call and call[-1].startswith("verl==") for call in calls)
+    assert not any("--no-deps" in call and call[-1].startswith("torch==") for call in calls)
+
+
+def test_the_peers_are_pinned():
+    lines = runner.REQUIREMENTS.read_text(encoding="utf-8").splitlines()
+    names = [line.partition("#")[0].strip() for line in lines]
+    assert all(re.fullmatch(r"[\w-]+==[\w.]+", name) for name in names if name)
+    assert {name.split("==")[0] for name in names} >= set(common.PEERS)
+
+
+# The topics
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> dict:
+    """What two processes say of each way to divide."""
+    return accumulation.launch(2)
+
+
+@pytest.mark.parametrize("topic", [t for t in runner.TOPICS if t not in runner.SCRIPTS])
+def test_each_topic_runs_small_and_reports_absent_peers(topic, no_peers, monkeypatch, two_ranks):
+    monkeypatch.setattr(accumulation, "launch", lambda ranks: two_ranks)
+    found = import_module(f"benchmarks.{topic}").measure("tiny", "cpu")
+    assert faults(found["rows"], found["growth"]) == []
+    ours = [row for row in found["rows"] if row["who"].startswith("agentrl")]
+    assert not [row for row in ours if "failed" in row]
+    rows = [row for row in found["rows"] if row["what"] != "peak memory"]
+    absent = [row for row in rows if re.match(r"trl|verl", row["who"])]
+    if topic in ("packing", "microbatch", "flops"):
+        assert absent
+        assert all("ModuleNotFoundError" in row["failed"] for row in absent)
+    json.dumps(common.tidy(found), allow_nan=False)
+
+
+@pytest.mark.parametrize("topic", runner.SCRIPTS)
+def test_the_scripts_grow_small(topic, no_peers, monkeypatch):
+    monkeypatch.setattr(logits, "V", 500)
+    found = scripts.TOPICS[topic]("tiny", "cpu")
+    assert faults(found["rows"], found["growth"]) == []
+    assert all(len(curve["sizes"]) == 2 for curve in found["growth"])
+
+
+def test_ranks_divide_by_what_the_whole_batch_has(two_ranks):
+    assert two_ranks["agentrl step_normalizer|float64"]["error"] < 1e-13
+    assert two_ranks["agentrl step_normalizer|float32"]["error"] < 1e-6
+    assert two_ranks["own count of each microbatch (the fault)|float64"]["error"] > 0.1
+
+
+def test_the_reference_count_is_pytorchs():
+    from benchmarks import flops
+
+    assert flops.by_torch(32) == flops.ours([32]) == 30_375_936
+
+
+def test_what_a_script_wrote_becomes_rows():
+    heads = {
+        "a": {"seconds": [1.0, 3.0], "median_s": 2.0, "peak_mb": 5.0, "matrix_share": 0.5},
+        "b": {"failed": "ImportError: none"},
+    }
+    rows = scripts.head_rows({"shapes": {"float32": {"heads": heads}}})
+    assert faults(rows, []) == []
+    assert rows[0]["of_limit"] == 0.5
+    assert "none" in rows[1]["failed"]
+
+
+# What is committed
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=[f"{p.parent.name}/{p.stem}" for p in RESULTS])
+def test_committed_results_are_whole_and_name_no_place(path: Path):
+    text = path.read_text(encoding="utf-8")
+    document = json.loads(text)
+    assert document["topic"] == path.stem
+    assert common.slug(document["machine"]) == path.parent.name
+    assert not re.search(r"(?<![\w.])/(?:[\w.-]+/)+[\w.-]+", text)
+    for word in (socket.gethostname(), getpass.getuser()):
+        assert not re.search(rf"\b{re.escape(word)}\b", text), word
+    if path.stem == "chapters":
+        assert all(entry["seconds"] >= 0 for entry in document["chapters"].values())
+        return
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", document["date"])
+    assert set(document["versions"]) == set(common.PEERS)
+    assert document["limits"]["flops"]["float32"] > 0
+    assert faults(document["rows"], document["growth"]) == []
+
+
+def test_the_page_has_all_that_it_reads():
+    source = PAGE.read_text(encoding="utf-8")
+    machine = re.search(r'MACHINE = \\"([\w-]+)\\"', source)[1]
+    folder = ROOT / "benchmarks" / "results" / machine
+    assert {path.stem for path in folder.glob("*.json")} >= {*runner.TOPICS, "chapters"}
