@@ -101,7 +101,7 @@ def test_a_filler_row_or_microbatch_changes_no_normaliser(mode):
     assert alone == filled
 
 
-# faults.md 8
+# transformers #34191
 def test_mean_of_means_is_not_the_mean():
     values = [torch.ones(1, 4, dtype=torch.float64), torch.full((1, 1), 10.0, dtype=torch.float64)]
     masks = [torch.ones_like(v, dtype=torch.bool) for v in values]
@@ -112,7 +112,7 @@ def test_mean_of_means_is_not_the_mean():
         assert sum(parts).item() == pytest.approx(2.8, abs=1e-15)
 
 
-# faults.md 10
+# prime-rl #798
 @MODES
 def test_an_empty_microbatch_is_an_exact_zero(mode):
     logp, advantages, _ = make(3, 4)
@@ -154,7 +154,7 @@ def toy(B=8, V=17):
     return batch, TinyAgent(V, d_model=8, n_layers=1, n_heads=2, max_len=32)
 
 
-# faults.md 16
+# nanochat #400
 @MODES
 def test_one_two_four_and_eight_microbatches_give_equal_parameters(mode):
     batch, model = toy()
@@ -233,7 +233,7 @@ from agentrl.accumulation import *
 from agentrl.accumulation import _flat_gradient
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-# faults.md 9: token losses 1, 1, 1, 1 on one rank and 10 on the other, and an empty microbatch.
+# transformers #34242: token losses 1, 1, 1, 1 on one rank, 10 on the other, an empty microbatch.
 values = [torch.ones(1, 4), torch.full((1, 1), 10.0)][rank].double()
 masks = [torch.ones_like(values), torch.zeros(2, 3)]
 assert global_token_count(masks).item() == 5
