@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tools.export import ROOT
+from tools.pdf import contents
 
 
 def build(source: Path, output: Path) -> subprocess.CompletedProcess:
@@ -19,8 +19,7 @@ def build(source: Path, output: Path) -> subprocess.CompletedProcess:
 
 
 def test_every_chapter_is_in_the_table_of_contents():
-    contents = yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8"))
-    listed = [entry["file"] for part in contents["parts"] for entry in part["chapters"]]
+    listed = [page for _, pages in contents() for page in pages]
     chapters = sorted(f"chapters/{path.stem}" for path in (ROOT / "chapters").glob("*.ipynb"))
     assert [file for file in listed if file.startswith("chapters/")] == chapters
 
