@@ -279,8 +279,11 @@ def _new_state(tokens: int, like: Tensor) -> Tensor:
     return state
 
 
-def _absorb(z: Tensor, ids: Tensor, span: slice, state: Tensor, moment: bool = False) -> None:
-    """Fold a tile of logits into `state`; z becomes exp(z - maximum)."""
+def _absorb(z: Tensor, ids: Tensor, span: slice, state: Tensor, moment: bool = False) -> Tensor:
+    """Fold a tile of logits into `state`; z becomes exp(z - maximum).
+
+    Return by how much that rescales what was summed before, [t].
+    """
     top, total, chosen, first = state
     column, inside = _column(ids, span)
     chosen.copy_(torch.where(inside, z.gather(1, column), chosen[:, None])[:, 0])
@@ -291,37 +294,42 @@ def _absorb(z: Tensor, ids: Tensor, span: slice, state: Tensor, moment: bool = F
         first.add_(total * drop).mul_(drop.exp()).add_((z.exp() * z).sum(1))
     total.mul_(drop.exp_()).add_(z.exp_().sum(1))
     top.copy_(higher)
+    return drop
 
 
-def _tile_slopes(
-    z: Tensor, ids: Tensor, span: slice, saved: Tensor, g: Tensor, q: Tensor | None
-) -> None:
-    """Turn a tile of logits z [t, v] into the derivative of the loss by the logits, over a unit.
+def _tile_slopes(z: Tensor, saved: Tensor, g: Tensor, q: Tensor | None) -> None:
+    """Turn a tile of logits z [t, v] into the loss's derivative by those not chosen, over a unit.
 
-    saved [3, t] is the maximum, the sum and the entropy of each token; g is -1/temperature times
-    the gradient by its log-prob, q the same by its entropy. The unit is a number per token, g / sum
-    without q and 1 / sum with it: a factor for rows of D numbers, not for the rows of the tile.
+    saved [4, t] is the maximum, the sum, the log-prob and the entropy of each token; g is
+    -1/temperature times the gradient by its log-prob, q the same by its entropy. The unit is a
+    number per token, g / sum without q and 1 / sum with it: a factor for rows of D numbers, not for
+    the rows of the tile.
     """
-    top, total, entropy = saved
+    top, total, _, entropy = saved
     z.sub_(top[:, None])
     if q is None:
         z.exp_()
-        _subtract_chosen(z, ids, span, total)
-    else:
-        slope = (z + (entropy - total.log())[:, None]).mul_(q[:, None]).add_(g[:, None])
-        z.exp_().mul_(slope)
-        _subtract_chosen(z, ids, span, g * total)
+        return
+    slope = (z + (entropy - total.log())[:, None]).mul_(q[:, None]).add_(g[:, None])
+    z.exp_().mul_(slope)
 
 
-def _subtract_chosen(z: Tensor, ids: Tensor, span: slice, amount: Tensor) -> None:
-    column, inside = _column(ids, span)
-    z.scatter_add_(1, column, torch.where(inside, -amount[:, None], 0.0))
+def _chosen_slope(saved: Tensor, g: Tensor, q: Tensor | None) -> Tensor:
+    """Derivative by the chosen logit [t], in the same unit."""
+    _, total, logp, entropy = saved
+    if q is None:
+        return logp.expm1() * total
+    return (g * logp.expm1() + q * logp.exp() * (logp + entropy)) * total
 
 
-def _scan(
-    hidden: Tensor, weight: Tensor, ids: Tensor, plan: _Plan, entropy: bool
-) -> tuple[Tensor, Tensor]:
-    """Log-probs [N], and maximum, sum and entropy [3, N], of the tokens of hidden [N, D]."""
+def _set_chosen(z: Tensor, place: tuple[Tensor, Tensor], value: Tensor | float) -> None:
+    """Overwrite the entry of each id that lies in the tile; value is [t, 1] or one number."""
+    column, inside = place
+    z.scatter_(1, column, torch.where(inside, value, z.gather(1, column)).to(z.dtype))
+
+
+def _scan(hidden: Tensor, weight: Tensor, ids: Tensor, plan: _Plan, entropy: bool) -> Tensor:
+    """Maximum, sum, log-prob and, if wanted, entropy [4, N] of the tokens of hidden [N, D]."""
     buffer = hidden.new_empty(plan.rows * plan.cols, dtype=plan.acc)
     state = _new_state(len(hidden), buffer)
     row_factor, col_factor = _row_factors(hidden, plan), _factors(weight, plan, plan.cols, True)
@@ -332,9 +340,10 @@ def _scan(
             _absorb(z, ids[t], v, state[:, t], entropy)
     top, total, chosen, first = state
     log_total = total.log()
-    state[3] = log_total - first / total
     # Not chosen - (top + log_total): that sum is large, and its rounding error with it.
-    return (chosen - top) - log_total, state[[0, 1, 3]]
+    chosen.sub_(top).sub_(log_total)
+    first.div_(-total).add_(log_total)
+    return state
 
 
 def _row_factors(hidden: Tensor, plan: _Plan) -> Callable[[slice], Tensor]:
@@ -345,21 +354,32 @@ def _row_factors(hidden: Tensor, plan: _Plan) -> Callable[[slice], Tensor]:
     return lambda t: whole[t]
 
 
-def _scaled(h: Tensor, unit: Tensor) -> Tensor:
-    return h * unit[:, None]
-
-
 def _spare(hidden: Tensor, plan: _Plan) -> Tensor | None:
     """Room for a tile in plan.low, where that is not the dtype of the logits."""
     return None if plan.low == plan.acc else hidden.new_empty(plan.rows * plan.cols, dtype=plan.low)
 
 
-def _lowered(z: Tensor, unit: Tensor, spare: Tensor | None) -> Tensor:
+def _lowered(z: Tensor, spare: Tensor | None, unit: Tensor | None = None) -> Tensor:
     """The tile itself, still in its unit, or unit * z rounded into `spare`.
 
     To round it is a walk over the tile in any case, and float16 has no room for other units.
     """
-    return z if spare is None else spare[: z.numel()].view(z.shape).copy_(z.mul_(unit[:, None]))
+    if spare is None:
+        return z
+    low = spare[: z.numel()].view(z.shape)
+    return low.copy_(z if unit is None else z.mul_(unit[:, None]))
+
+
+def _scaled(h: Tensor, unit: Tensor, buffer: Tensor) -> Tensor:
+    return torch.mul(h, unit[:, None], out=buffer[: len(h)])
+
+
+def _add_chosen(
+    grad_h: Tensor, weight: Tensor, ids: Tensor, slope: Tensor, low: torch.dtype
+) -> None:
+    """Add what the chosen logits contribute to the gradient by hidden [t, D]."""
+    rows = weight.index_select(0, ids).to(low)
+    grad_h.addcmul_(slope[:, None], rows.to(grad_h.dtype))
 
 
 def _scan_back(
@@ -377,31 +397,39 @@ def _scan_back(
     buffer = saved.new_empty(plan.rows * plan.cols)
     spare = _spare(hidden, plan)
     unit = (g if q is None else 1.0) / saved[1]
+    chosen = _chosen_slope(saved, g, q) * (1.0 if spare is None else unit)
     grad_h = saved.new_zeros(hidden.shape) if needs[0] else None
     grad_w = torch.empty_like(weight) if needs[1] else None
     if needs[1] and not len(hidden):
         grad_w.zero_()
     add_up = weight.dtype != plan.acc and len(hidden) > plan.rows  # in float32, tile by tile
     tile_w = saved.new_empty(plan.cols if add_up else 0, weight.shape[1])
+    scaled = saved.new_empty(plan.rows if spare is None else 0, weight.shape[1])
     row_factor, col_factor = _row_factors(hidden, plan), _factors(weight, plan, plan.cols, True)
     low_rows, low_cols = _factors(hidden, plan, plan.rows), _factors(weight, plan, plan.cols)
+    rows = _spans(len(hidden), plan.rows, plan)
     for v in _spans(len(weight), plan.cols, plan):
         w = col_factor(v)
-        for t in _spans(len(hidden), plan.rows, plan):
+        for t in rows:
             h = row_factor(t)
             z = _tile_logits(buffer, h, w, plan.scale)
-            _tile_slopes(z, ids[t], v, saved[:, t], g[t], None if q is None else q[t])
-            z = _lowered(z, unit[t], spare)
+            _tile_slopes(z, saved[:, t], g[t], None if q is None else q[t])
+            z, place = _lowered(z, spare, unit[t]), _column(ids[t], v)
             if grad_h is not None:
+                _set_chosen(z, place, 0.0)
                 _multiply(grad_h[t], z, low_cols(v), add=True)
             if needs[1]:
+                _set_chosen(z, place, chosen[t, None])
                 into = tile_w[: len(w)] if add_up else grad_w[v]
-                h = _scaled(h, unit[t]) if spare is None else low_rows(t)
+                h = _scaled(h, unit[t], scaled) if spare is None else low_rows(t)
                 _multiply(into, z.T, h, add=t.start > 0)
         if needs[1] and add_up:
             grad_w[v] = tile_w[: len(w)]
-    if grad_h is not None and spare is None:
-        grad_h.mul_(unit[:, None])
+    if grad_h is not None:
+        for t in rows:
+            _add_chosen(grad_h[t], weight, ids[t], chosen[t], plan.low)
+        if spare is None:
+            grad_h.mul_(unit[:, None])
     return grad_h, grad_w
 
 
@@ -412,11 +440,11 @@ class _FusedLogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, plan: _Plan, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         with _products(plan, hidden.device):
-            logp, saved = _scan(hidden, weight, ids, plan, entropy)
+            saved = _scan(hidden, weight, ids, plan, entropy)
         ctx.save_for_backward(hidden, weight, ids, saved)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
-        return logp, saved[2].clone() if entropy else None
+        return saved[2].clone(), saved[3].clone() if entropy else None
 
     @staticmethod
     @once_differentiable
@@ -527,19 +555,32 @@ def _weighted_loss(
 def _policy_chunk(
     buffer: Tensor,
     h: Tensor,
-    factor: Callable[[slice], Tensor],
-    vocab: int,
+    factors: tuple[Callable[[slice], Tensor], Callable[[slice], Tensor]],
     ids: Tensor,
     plan: _Plan,
+    tiles: list[slice],
+    mean: Tensor | None,
+    spare: Tensor | None,
+    kept: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs [n] of a chunk, and the unit [tiles, n] in which buffer holds the tiles of p."""
+    """Log-probs [n] of a chunk, and the unit [tiles, n] in which buffer holds the tiles of p.
+
+    mean [n, D], if wanted, becomes the mean of the weight's rows under p, the chosen row left out.
+    With `kept` the tiles stay in the buffer side by side, else each overwrites the last.
+    """
+    wide, low = factors
     state = _new_state(len(h), buffer)
-    tops = buffer.new_empty(-(-vocab // plan.cols), len(h))
-    for k, v in enumerate(_spans(vocab, plan.cols, plan)):
-        z = _tile_logits(buffer[len(h) * v.start :], h, factor(v), plan.scale)
-        _absorb(z, ids, v, state)
+    tops = buffer.new_empty(-(-tiles[-1].stop // plan.cols), len(h))
+    for k, v in enumerate(tiles):
+        z = _tile_logits(buffer[len(h) * v.start if kept else 0 :], h, wide(v), plan.scale)
+        drop = _absorb(z, ids, v, state)
         tops[k] = state[0]
+        if mean is not None:
+            _set_chosen(z, _column(ids, v), 0.0)
+            _multiply(mean.mul_(drop[:, None]), _lowered(z, spare), low(v), add=True)
     top, total, chosen, _ = state
+    if mean is not None:
+        mean.div_(total[:, None])
     # A tile e^40 below the largest logit vanishes beside it; the bound keeps 1 / unit finite.
     return (chosen - top) - total.log(), tops.sub_(top).clamp_(min=-40).exp_().div_(total)
 
@@ -573,31 +614,33 @@ def _policy_pass(
     grad_w = torch.empty_like(weight, dtype=dtype) if needs[1] else None
     if needs[1] and not chunks:
         grad_w.zero_()
-    buffer, spare = logp.new_empty(plan.rows * len(weight)), _spare(hidden, plan)
-    sum_h = logp.new_empty(plan.rows, weight.shape[1])
+    # The logits of a chunk wait for the loss only where the weight is trained.
+    width = len(weight) if needs[1] else plan.cols
+    buffer, spare = logp.new_empty(plan.rows * width), _spare(hidden, plan)
+    sum_h = logp.new_empty(plan.rows if needs[0] else 0, weight.shape[1])
+    scaled = logp.new_empty(plan.rows if spare is None else 0, weight.shape[1])
     row_factor = _factors(hidden, plan, plan.rows, True)
-    col_factor = _factors(weight, plan, plan.cols, True)
-    low_rows, low_cols = _factors(hidden, plan, plan.rows), _factors(weight, plan, plan.cols)
+    factors = _factors(weight, plan, plan.cols, True), _factors(weight, plan, plan.cols)
+    low_rows = _factors(hidden, plan, plan.rows)
     for t in chunks:
         h, n = row_factor(t), t.stop - t.start
-        logp[t], unit = _policy_chunk(buffer, h, col_factor, len(weight), ids[t], plan)
+        mean = sum_h[:n].zero_() if needs[0] else None
+        logp[t], unit = _policy_chunk(
+            buffer, h, factors, ids[t], plan, tiles, mean, spare, needs[1]
+        )
         value, slope = _slope(loss_fn, logp[t], t)
         loss += value
         g = slope * -plan.scale
-        sums = sum_h[:n].zero_()
-        for k, v in enumerate(tiles) if any(needs) else ():
-            z = buffer[n * v.start : n * v.stop].view(n, -1)
-            _subtract_chosen(z, ids[t], v, 1 / unit[k])
-            z = _lowered(z, unit[k] * g, spare)
-            if grad_h is not None:
-                if k > 0 and spare is None:  # what is summed goes into the unit of this tile
-                    sums.mul_((unit[k - 1] / unit[k])[:, None])
-                _multiply(sums, z, low_cols(v), add=True)
-            if grad_w is not None:
-                x = _scaled(h, unit[k] * g) if spare is None else low_rows(t)
-                _multiply(grad_w[v], z.T, x, add=t.start > 0)
+        chosen = logp[t].expm1()
         if grad_h is not None:
-            grad_h[t] = sums if spare is not None else _scaled(sums, unit[-1] * g)
+            _add_chosen(mean, weight, ids[t], chosen, plan.low)
+            grad_h[t] = mean.mul_(g[:, None])
+        for k, v in enumerate(tiles) if needs[1] else ():
+            z = buffer[n * v.start : n * v.stop].view(n, -1)
+            _set_chosen(z, _column(ids[t], v), (chosen / unit[k])[:, None])
+            z = _lowered(z, spare, unit[k] * g)
+            x = _scaled(h, unit[k] * g, scaled) if spare is None else low_rows(t)
+            _multiply(grad_w[v], z.T, x, add=t.start > 0)
     return loss, logp, grad_h, grad_w
 
 
@@ -666,7 +709,8 @@ def fused_policy_loss(
         ref_logp, kl_coef, kl_kind: log-probs [B, T] of a reference policy, the weight of the KL
             term towards it, and its estimator, as in `kl_estimate`.
         temperature: the logits are divided by it.
-        chunk: tokens whose logits are held at a time, 4 * chunk * V bytes.
+        chunk: tokens whose logits are held at a time, 4 * chunk * V bytes. With a frozen weight, or
+            without gradients, a tile of them.
         tile_bytes: memory of a tile of float32 logits, in bytes; 8 MiB, on CUDA 16 MiB.
         return_logp: also return the log-probs [B, T], detached, 0 where masked.
 

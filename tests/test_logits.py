@@ -159,6 +159,33 @@ def test_float32_is_no_further_from_float64_than_the_full_computation():
         assert error(a, c) <= 1.05 * error(b, c)
 
 
+@pytest.mark.parametrize("strength", [0, 8, 16, 24])
+@pytest.mark.parametrize("head", ["fused_log_probs", "fused_policy_loss"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_likely_tokens(dtype, head, strength):
+    """Where p is near 1, p - 1 and all other probabilities cancel: they must not share a sum."""
+    hidden, weight, ids, upstream = make((200,), 6000, 64)
+    toward = weight[ids] / weight[ids].norm(dim=1, keepdim=True) ** 2
+    hidden = (0.25 * hidden + strength * toward).to(dtype)
+    weight, upstream = weight.to(dtype), upstream.float()
+    sizes = {"chunk": 64, "tile_bytes": 64 * 4 * 512}
+
+    def fused(h, w):
+        if head == "fused_log_probs":
+            return (fused_log_probs(h, w, ids, **sizes) * upstream).sum()
+        return fused_policy_loss(h[None], w, ids[None], -upstream[None], norm_const=1.0, **sizes)
+
+    def full(h, w):
+        return (module._head_log_probs(h, w, ids) * upstream).sum()
+
+    exact = derive(full, hidden.double(), weight.double())
+    for ours, usual, right in zip(
+        derive(fused, hidden, weight)[1:], derive(full, hidden, weight)[1:], exact[1:], strict=True
+    ):
+        error, limit = ((x.double() - right).norm() / right.norm() for x in (ours, usual))
+        assert error <= (limit if dtype == torch.float32 else max(0.9 * limit, 3e-3))
+
+
 @pytest.mark.parametrize("tokens", [40, 300])
 def test_bf16_factors_are_summed_in_float32(tokens):
     hidden, weight, ids, upstream = make((tokens,), 3000, 256, dtype=torch.bfloat16)
@@ -705,6 +732,14 @@ def test_fused_heads_stay_below_their_limits(head, limit):
     weights = VOCABULARY * 1024 * (2 if head is fused_log_probs else 4 + 2) / GB
     logits = 0 if head is fused_log_probs else 4 * 512 * VOCABULARY / GB  # of one chunk
     assert wider - short <= max(weights, weights - 2 * VOCABULARY * 1024 / GB + logits) + 0.01
+
+
+def test_a_frozen_weight_keeps_no_logits():
+    def frozen(hidden, weight, ids):
+        return policy_head(hidden, weight.detach(), ids)
+
+    short = head_gb(frozen, 4096)
+    assert short <= 0.05 and head_gb(frozen, 4096, vocab=2 * VOCABULARY) - short < 1e-3
 
 
 def test_the_ledger_of_a_short_walk_is_that_of_the_whole_one(monkeypatch):
