@@ -568,6 +568,7 @@ def _policy_chunk(
     mean [n, D], if wanted, becomes the mean of the weight's rows under p, the chosen row left out.
     With `kept` the tiles stay in the buffer side by side, else each overwrites the last.
     """
+    # long: one loop, whose lines belong together
     wide, low = factors
     state = _new_state(len(h), buffer)
     tops = buffer.new_empty(-(-tiles[-1].stop // plan.cols), len(h))
