@@ -149,8 +149,9 @@ def aggregate_loss(
     """
     if mode not in LOSS_AGG_MODES:
         raise ValueError(f"mode must be one of {LOSS_AGG_MODES}, got {mode!r}")
-    if values.shape != mask.shape:
-        raise ValueError(f"values {list(values.shape)} and mask {list(mask.shape)} differ")
+    if values.shape != mask.shape or values.ndim != 2:
+        shapes = f"values {list(values.shape)} and mask {list(mask.shape)}"
+        raise ValueError(f"{shapes} must both be [B, T]")
     if norm_const is None and mode == "constant":
         raise ValueError("mode 'constant' needs norm_const")
     if isinstance(norm_const, int | float) and not norm_const > 0:

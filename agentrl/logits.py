@@ -6,6 +6,7 @@ What is the largest tensor in a training step, and can it never exist?
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -135,6 +136,11 @@ def _check_head(
     mask: Tensor | None = None,
     temperature: float = 1.0,
 ) -> None:
+    # long: nothing but checks
+    for name, value in (("hidden", hidden), ("weight", weight), ("ids", ids)):
+        if not isinstance(value, Tensor):
+            hint = ", such as lm_head.weight" if name == "weight" else ""
+            raise TypeError(f"{name} must be a tensor{hint}, is {type(value).__name__}")
     if weight.ndim != 2 or hidden.ndim < 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(f"hidden {list(hidden.shape)} does not fit weight {list(weight.shape)}")
     if not (hidden.is_floating_point() and weight.is_floating_point()):
@@ -207,12 +213,8 @@ def _spans(total: int, size: int, plan: _Plan) -> list[slice]:
     return spans[:2] + spans[2:][-1:] if plan.brief else spans
 
 
-# torch.mm(bf16, bf16, out_dtype=float32), on CUDA since 2.8
-_OUT_DTYPE = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 8)
-
-
 def _mixed(x: Tensor) -> bool:
-    return x.is_cuda and _OUT_DTYPE
+    return x.is_cuda  # torch.mm(bf16, bf16, out_dtype=float32)
 
 
 def _factors(x: Tensor, plan: _Plan, size: int, wide: bool = False) -> Callable[[slice], Tensor]:
@@ -226,7 +228,10 @@ def _factors(x: Tensor, plan: _Plan, size: int, wide: bool = False) -> Callable[
     if x.dtype == plan.low == dtype:
         return lambda span: x[span]
     buffer = x.new_empty(size, x.shape[1], dtype=dtype)
-    return lambda span: buffer[: span.stop - span.start].copy_(x[span].to(plan.low))
+    rounds = dtype != plan.low
+    return lambda span: buffer[: span.stop - span.start].copy_(
+        x[span].to(plan.low) if rounds else x[span]
+    )
 
 
 def _multiply(out: Tensor, a: Tensor, b: Tensor, add: bool = False) -> Tensor:
@@ -238,25 +243,33 @@ def _multiply(out: Tensor, a: Tensor, b: Tensor, add: bool = False) -> Tensor:
         product = torch.mm(a, b)
         return out.add_(product) if add else out.copy_(product)
     mixed = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
-    # not addmm_: PyTorch's counter of operations does not see that one
+    # not addmm_: PyTorch's counter of operations does not see that one; nor addmm with out_dtype
     return torch.addmm(out, a, b, out=out, **mixed) if add else torch.mm(a, b, out=out, **mixed)
+
+
+_LOCK = threading.Lock()
+_running: list[str] = []  # what each running head is to restore
 
 
 @contextlib.contextmanager
 def _products(plan: _Plan, device: torch.device) -> Iterator[None]:
     """Autocast off: the plan says what to round. On a CPU, bf16 units for factors that are bf16."""
-    settings = getattr(torch.backends.mkldnn, "matmul", None)
-    if device.type != "cpu" or plan.low != torch.bfloat16 or settings is None:
-        with torch.autocast(device.type, enabled=False):
+    with torch.autocast(device.type, enabled=False):
+        if device.type != "cpu" or plan.low != torch.bfloat16:
             yield
-        return
-    before = settings.fp32_precision  # of the process: other threads see it while a head runs
-    settings.fp32_precision = "bf16"
-    try:
-        with torch.autocast(device.type, enabled=False):
+            return
+        # A setting of the process: other threads see it, and the last head to end restores it.
+        settings = torch.backends.mkldnn.matmul
+        with _LOCK:
+            _running.append(_running[0] if _running else settings.fp32_precision)
+            settings.fp32_precision = "bf16"
+        try:
             yield
-    finally:
-        settings.fp32_precision = before
+        finally:
+            with _LOCK:
+                before = _running.pop()
+                if not _running:
+                    settings.fp32_precision = before
 
 
 def _tile_logits(buffer: Tensor, h: Tensor, w: Tensor, scale: float) -> Tensor:
@@ -483,7 +496,8 @@ def fused_log_probs(
 
     Four matrix products, forward and backward: one, the same again to recompute the tiles, and one
     for each gradient. Beyond the gradients, memory depends on neither the tokens nor the
-    vocabulary, but for a few numbers per token and the float32 gradient of `hidden`.
+    vocabulary, but for a few numbers per token, the float32 gradient of `hidden` and, with a mask
+    or zero gradients, a copy of the states that count.
 
     Args:
         hidden: the states that the output head reads, [..., D].
@@ -527,12 +541,23 @@ def _unflat(x: Tensor, rows: Tensor | None, shape: torch.Size) -> Tensor:
     )
 
 
+@contextlib.contextmanager
+def _inner_graph() -> Iterator[None]:
+    """A graph of its own, in evaluation too, that a checkpoint around the head does not see."""
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.inference_mode(False), torch.enable_grad(), hooks:
+        yield
+
+
 def _token_weights(
     mask: Tensor, mode: str, norm_const: float | Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    with torch.enable_grad():
+    with _inner_graph():
+        norm_const = norm_const.clone() if isinstance(norm_const, Tensor) else norm_const
         values = torch.zeros(mask.shape, dtype=dtype, device=mask.device, requires_grad=True)
-        return torch.autograd.grad(aggregate_loss(values, mask, mode, norm_const), values)[0]
+        return torch.autograd.grad(aggregate_loss(values, mask.clone(), mode, norm_const), values)[
+            0
+        ]
 
 
 def _weighted_loss(
@@ -590,7 +615,7 @@ def _slope(
     loss_fn: Callable[[Tensor, slice], Tensor], logp: Tensor, t: slice
 ) -> tuple[Tensor, Tensor]:
     """The loss of a chunk, and its derivative by each log-prob."""
-    with torch.enable_grad():
+    with _inner_graph():
         logp = logp.detach().requires_grad_()
         loss = loss_fn(logp, t)
         return loss.detach(), torch.autograd.grad(loss, logp)[0]
@@ -629,6 +654,9 @@ def _policy_pass(
         logp[t], unit = _policy_chunk(
             buffer, h, factors, ids[t], plan, tiles, mean, spare, needs[1]
         )
+        if not any(needs):
+            loss += loss_fn(logp[t], t)
+            continue
         value, slope = _slope(loss_fn, logp[t], t)
         loss += value
         g = slope * -plan.scale
@@ -665,11 +693,12 @@ class _FusedPolicyLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        grads = ctx.saved_tensors
-        # A plain loss.backward() has g = 1. Looking costs nothing on a CPU, and spares two copies.
+        grad_h, grad_w = ctx.saved_tensors
+        # A plain loss.backward() has g = 1. Looking costs nothing on a CPU, and spares a copy.
         if g.device.type != "cpu" or isinstance(g, FakeTensor) or g != 1:
-            grads = tuple(None if grad is None else (grad * g).to(grad.dtype) for grad in grads)
-        return *grads, None, None, None, None
+            grad_w = None if grad_w is None else (grad_w * g).to(grad_w.dtype)
+        grad_h = None if grad_h is None else (grad_h * g).to(grad_h.dtype)
+        return grad_h, grad_w, None, None, None, None
 
 
 def fused_policy_loss(
@@ -695,6 +724,7 @@ def fused_policy_loss(
 
     Three matrix products, forward and backward together. The gradients are computed with the loss
     and kept for `backward`, which multiplies them by what comes in: once, so no second derivative.
+    Not for training in float16, whose loss scale arrives too late.
 
     Args:
         hidden: the states that the output head reads, [B, T, D].
@@ -745,6 +775,11 @@ def fused_policy_loss(
 
     trained = torch.is_grad_enabled()
     needs = (trained and hidden.requires_grad, trained and weight.requires_grad)
+    if any(needs) and plan.low == torch.float16:
+        raise TypeError(
+            "in float16 the gradients, made before the factor of a loss scaler is known, would"
+            " round to 0: use fused_log_probs, or bfloat16"
+        )
     loss, logp = _FusedPolicyLoss.apply(h, weight, i, loss_fn, plan, needs)
     return (loss, _unflat(logp, rows, ids.shape)) if return_logp else loss
 

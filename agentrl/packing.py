@@ -241,8 +241,8 @@ def _check(trajs: Sequence[Trajectory]) -> None:
     """Refuse what `check_trajectories` refuses, except a sequence of one token."""
 
     def one_more(traj: Trajectory) -> Trajectory:
-        fields = traj.ids, traj.action_mask, traj.sample_logp
-        if [list(x.shape) for x in fields] != [[1], [0], [0]]:
+        fields = [getattr(traj, name, None) for name in ("ids", "action_mask", "sample_logp")]
+        if [getattr(x, "shape", None) for x in fields] != [(1,), (0,), (0,)]:
             return traj
         ids, mask, logp = (F.pad(x, (0, 1)) for x in fields)  # it predicts nothing, but packs
         return Trajectory(ids, mask, logp, traj.reward)

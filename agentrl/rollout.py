@@ -199,10 +199,14 @@ def sample_groups(
 
 
 def check_trajectories(trajs: Sequence[Trajectory]) -> None:
-    """Raise a ValueError that names the first trajectory whose fields do not fit together."""
+    """Raise an error that names the first trajectory whose fields do not fit together."""
     if len(trajs) == 0:
         raise ValueError("trajs is empty")
     for index, traj in enumerate(trajs):
+        for name in ("ids", "action_mask", "sample_logp"):
+            kind = type(getattr(traj, name, None)).__name__
+            if not isinstance(getattr(traj, name, None), Tensor):
+                raise TypeError(f"trajs[{index}].{name} must be a tensor, is {kind}")
         tokens = len(traj.ids)
         if traj.ids.ndim != 1 or tokens < 2:
             raise ValueError(f"trajs[{index}].ids has shape {list(traj.ids.shape)}, needs [T >= 2]")

@@ -32,7 +32,7 @@ TOPICS = (
     "flops",
     "throughput",
 )
-SCRIPTS = ("logits", "rollout")  # with arguments and results of their own
+THREADS = {"rollout": 1}  # a step of a small model is too short to be shared
 VENV = ROOT / "_build" / "bench-venv"
 REQUIREMENTS = ROOT / "benchmarks" / "requirements.txt"
 
@@ -68,16 +68,16 @@ def make_environment() -> Path:
 
 def measure(topic: str, python: Path, args: argparse.Namespace) -> Row:
     """Run one topic in the environment of the peers and return its document."""
+    threads = str(THREADS.get(topic, args.threads))
     variables = os.environ | {
         "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": str(args.threads),
+        "OMP_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
     }
     with tempfile.TemporaryDirectory() as folder:
-        out, threads = Path(folder) / "result.json", str(args.threads)
+        out = Path(folder) / "result.json"
         options = ["--threads", threads, "--size", args.size, "--device", args.device]
-        module = ["benchmarks.scripts", topic] if topic in SCRIPTS else [f"benchmarks.{topic}"]
-        command = [python, "-W", "ignore", "-m", *module, *options, "--out", out]
+        command = [python, "-W", "ignore", "-m", f"benchmarks.{topic}", *options, "--out", out]
         done = subprocess.run(command, cwd=ROOT, env=variables)
         if done.returncode or not out.exists():
             return {"topic": topic, "failed": f"the process ended with status {done.returncode}"}

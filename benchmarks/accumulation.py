@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 import agentrl as arl
 from benchmarks import common
-from benchmarks.common import ROOT, Row, growth, say, timed
+from benchmarks.common import ROOT, Row, growth, key, say, timed
 
 RANKS = {"tiny": (2,), "full": (1, 2, 4)}
-GROWTH = {"tiny": (1, 4), "full": (1, 10, 100, 1_000)}
+GROWTH = {"tiny": (1, 4), "full": (1, 10, 100, 1_000), "cuda": (10, 100, 1_000, 10_000)}
 PER_RANK = 2  # microbatches
 VOCAB = 50
 
@@ -165,7 +165,13 @@ def launch(ranks: int) -> dict[str, Any]:
         )
         for rank in range(ranks)
     ]
-    texts = [process.communicate(timeout=300)[0] for process in processes]
+    try:
+        texts = [process.communicate(timeout=300)[0] for process in processes]
+    except subprocess.TimeoutExpired:
+        return {"failed": "a rank did not end within 300 s"}
+    finally:
+        for process in processes:
+            process.kill()  # does nothing to one that has ended
     bad = [process.returncode for process in processes if process.returncode]
     if bad:
         return {"failed": f"a rank ended with status {bad[0]}"}
@@ -185,19 +191,19 @@ def errors(size: str) -> list[Row]:
     return rows
 
 
-def curves(size: str) -> tuple[list[Row], list[Row]]:
+def curves(size: str, device: str) -> tuple[list[Row], list[Row]]:
     """Time of a step against its number of microbatches, each of 8 sequences of 64 tokens."""
     rows: list[Row] = []
     points: dict[str, dict[int, Row]] = {"agentrl accumulate_gradients": {}, "plain loop": {}}
     gen = torch.Generator().manual_seed(0)
-    model = arl.TinyAgent(VOCAB, dtype=torch.float32)
-    mask, shape = torch.ones(8, 63, dtype=torch.bool), arl.ModelShape(
+    model = arl.TinyAgent(VOCAB, dtype=torch.float32).to(device)
+    mask, shape = torch.ones(8, 63, dtype=torch.bool, device=device), arl.ModelShape(
         vocab=VOCAB, d_model=64, heads=4, kv_heads=4, head_dim=16, ffn=256, windows=(None, None),
         gated=False,
     )  # fmt: skip
-    for count in GROWTH[size]:
-        parts = [torch.randint(VOCAB, (8, 64), generator=gen) for _ in range(count)]
-        advantages = torch.ones(8)
+    for count in GROWTH[key(size, device)]:
+        parts = [torch.randint(VOCAB, (8, 64), generator=gen).to(device) for _ in range(count)]
+        advantages = torch.ones(8, device=device)
 
         def loss(ids: Tensor, norm: float) -> Tensor:
             logp = arl.sequence_log_probs(model, ids)
@@ -214,7 +220,7 @@ def curves(size: str) -> tuple[list[Row], list[Row]]:
             arl.accumulate_gradients(model, partial(loss, norm=norm), parts)
 
         runs = dict(zip(points, (accumulated, plain), strict=True))
-        for who, row in timed(runs, 3).items():
+        for who, row in timed(runs, 3, device=device).items():
             points[who][count] = row
             case = {"what": "step", "case": f"{count:,} microbatches", "who": who}
             flops = arl.training_flops(shape, [64] * 8 * count)
@@ -223,7 +229,7 @@ def curves(size: str) -> tuple[list[Row], list[Row]]:
 
 
 def measure(size: str, device: str) -> Row:
-    rows, found = curves(size)
+    rows, found = curves(size, device)
     return {"rows": errors(size) + rows, "growth": found}
 
 

@@ -25,6 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+ON_HOST = ("packing", "microbatch", "flops")  # plans and counts are made there, GPU or not
 PEERS = ("transformers", "trl", "verl", "liger-kernel", "cut-cross-entropy")
 Row = dict[str, Any]
 
@@ -72,6 +73,18 @@ def versions() -> Row:
     return found
 
 
+def key(size: str, device: str) -> str:
+    """Name the set of sizes: a GPU has a larger one."""
+    return "cuda" if device == "cuda" and size == "full" else size
+
+
+PROBES = {  # how `measure_accelerator` is asked for the limits
+    "tiny": {"size": 256, "copy_bytes": 2**22, "repeats": 1},
+    "full": {"size": 2048, "copy_bytes": 2**28, "repeats": 7},
+    "cuda": {"size": 8192, "copy_bytes": 2**31, "repeats": 7},
+}
+
+
 def limits(device: str, size: str) -> Row:
     """Measure what the machine can do at best: FLOP/s of products by dtype, bytes/s of a copy."""
     import torch
@@ -79,11 +92,7 @@ def limits(device: str, size: str) -> Row:
     import agentrl as arl
 
     dtypes = (torch.float32, torch.float64, torch.bfloat16)
-    side, copied = (256, 2**22) if size == "tiny" else (2048, 2**28)
-    if device == "cuda" and size != "tiny":
-        side, copied = 8192, 2**31
-    repeats = 1 if size == "tiny" else 7
-    best = arl.measure_accelerator(device, dtypes, size=side, copy_bytes=copied, repeats=repeats)
+    best = arl.measure_accelerator(device, dtypes, **PROBES[key(size, device)])
     return {"flops": dict(best.flops), "copy_bytes_per_s": best.bandwidth}
 
 
@@ -142,6 +151,7 @@ def timed(
             result = attempt(lambda run=run: _seconds(run, device))
             if isinstance(result, dict):
                 found[name] = result
+                _release(device)  # what did not fit is not to be in the way of the next
                 continue
             seconds, value = result
             if turn:
@@ -150,9 +160,14 @@ def timed(
                 found[name]["value"] = value
     for name, done in times.items():
         if done and "failed" not in found[name]:
-            median = statistics.median(done)
-            found[name] |= {"seconds": median, "low": min(done), "high": max(done), "n": len(done)}
+            found[name] |= summary(done)
     return found
+
+
+def summary(times: Sequence[float]) -> Row:
+    """The median with its spread, the extremes."""
+    median = statistics.median(times)
+    return {"seconds": median, "low": min(times), "high": max(times), "n": len(times)}
 
 
 def _seconds(run: Callable[[], object], device: str) -> tuple[float, object]:
@@ -165,8 +180,18 @@ def _seconds(run: Callable[[], object], device: str) -> tuple[float, object]:
     return time.perf_counter() - start, value
 
 
+def _release(device: str) -> None:
+    """Give back memory of the device that only PyTorch's allocator still holds."""
+    gc.collect()
+    if device == "cuda":
+        import torch
+
+        attempt(torch.cuda.empty_cache)
+
+
 def peak_bytes(topic: str, job: str, size: str, device: str) -> Row:
     """Run a job of a topic in a process of its own; return the most bytes above its start."""
+    _release(device)  # what this process no longer uses, that one may need
     command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.{topic}", "--peak", job]
     command += ["--size", size, "--device", device]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -176,10 +201,17 @@ def peak_bytes(topic: str, job: str, size: str, device: str) -> Row:
     return json.loads(lines[-1])
 
 
+def in_process(topic: str, job: str, size: str, device: str) -> Row:
+    """Prepare a job of a topic here, run it, and return the most bytes above what stood before."""
+    run = attempt(lambda: import_module(f"benchmarks.{topic}").peak(job, size, device))
+    return run if isinstance(run, dict) else attempt(lambda: _peak(run, device))
+
+
 def _peak(run: Callable[[], object], device: str) -> Row:
     if device == "cuda":
         import torch
 
+        _release(device)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run()
@@ -228,6 +260,8 @@ def growth(
     row: Row = {"who": who, "unit": unit, "law": law}
     row["failed"] = {str(n): r["failed"] for n, r in points.items() if "failed" in r}
     row["sizes"], row["seconds"] = list(done), list(done.values())
+    for kept in ("low", "high", "n"):
+        row[kept] = [points[n].get(kept) for n in done]
     if len(done) > 1:
         row["exponent"] = exponent(row["sizes"], row["seconds"])
         row["expected"] = exponent(row["sizes"], [expected(n) for n in done])
@@ -254,11 +288,14 @@ def with_fractions(rows: list[Row], best: Row) -> list[Row]:
     return rows
 
 
-def document(topic: str, size: str, found: Row, best: Row, threads: int, started: float) -> Row:
+def document(
+    topic: str, size: str, device: str, found: Row, best: Row, threads: int, started: float
+) -> Row:
     """Put around a topic's findings what they were measured with."""
     return {
         "topic": topic,
         "size": size,
+        "device": device,
         "date": today(),
         "machine": machine(),
         "threads": threads,
@@ -286,13 +323,8 @@ def write(path: Path, result: Row) -> None:
     draft.replace(path)
 
 
-def main(topic: str, module: Any = None) -> None:
-    """Run a topic as a script: measure and write, or one job for its memory.
-
-    Args:
-        topic: names the results, and the module of this package that has `measure` and `peak`.
-        module: what has them instead.
-    """
+def main(topic: str) -> None:
+    """Run the module of a topic as a script: measure and write, or one job for its memory."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{topic}")
     parser.add_argument("--size", choices=("tiny", "full"), default="full")
     parser.add_argument("--device", default="cpu")
@@ -303,21 +335,20 @@ def main(topic: str, module: Any = None) -> None:
     import torch
 
     torch.set_num_threads(args.threads)
-    module = module or import_module(f"benchmarks.{topic}")
     if args.peak:
-        job = attempt(lambda: module.peak(args.peak, args.size, args.device))
-        print(
-            json.dumps(job if isinstance(job, dict) else attempt(lambda: _peak(job, args.device)))
-        )
+        print(json.dumps(in_process(topic, args.peak, args.size, args.device)))
         return
-    started = time.time()
-    best = limits(args.device, args.size)
-    found = module.measure(args.size, args.device)
-    after = limits(args.device, args.size)  # the better of both: the first may have met a cold core
-    best["flops"] = {k: max(v, after["flops"][k]) for k, v in best["flops"].items()}
-    best["copy_bytes_per_s"] = max(best["copy_bytes_per_s"], after["copy_bytes_per_s"])
+    module = import_module(f"benchmarks.{topic}")
+    started, device = time.time(), "cpu" if topic in ON_HOST else args.device
+    best = limits(device, args.size)
+    found = module.measure(args.size, device)
+    # The better of both: the first may have met a cold core. A peer may have left a broken device.
+    after = attempt(lambda: limits(device, args.size))
+    if "failed" not in after:
+        best["flops"] = {k: max(v, after["flops"][k]) for k, v in best["flops"].items()}
+        best["copy_bytes_per_s"] = max(best["copy_bytes_per_s"], after["copy_bytes_per_s"])
     with_fractions(found["rows"], best)
-    result = document(topic, args.size, found, best, args.threads, started)
+    result = document(topic, args.size, device, found, best, args.threads, started)
     if args.out:
         write(args.out, result)
     else:

@@ -11,6 +11,7 @@ thumb, with N all parameters.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ CASES = {  # sequences of one row, tokens each
 GROWTH = {"tiny": (10, 100), "full": (1_000, 10_000, 100_000, 1_000_000)}
 
 
+@cache  # so that nobody is timed making it
 def config() -> Any:
     import transformers
 
@@ -118,7 +120,12 @@ def errors() -> list[Row]:
 
 
 def measure(size: str, device: str) -> Row:
-    rows, points = errors(), {"agentrl training_flops": {}, "verl FlopsCounter, its formula": {}}
+    growing = (
+        "agentrl training_flops",
+        "trl compute_flops_per_token",
+        "verl FlopsCounter, its formula",
+    )
+    rows, points = errors(), {who: {} for who in growing}
     for count in GROWTH[size]:
         lengths = [64 + i % 1000 for i in range(count)]
         runs = {who: lambda f=COUNTERS[who], x=lengths: f(x) for who in points}

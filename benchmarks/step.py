@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import agentrl as arl
 from benchmarks import common
-from benchmarks.common import Row, growth, say, timed
+from benchmarks.common import Row, growth, key, say, timed
 
 EPISODES = {"tiny": 6, "full": 64, "cuda": 512}
 GROWTH = {"tiny": (1, 10), "full": (1, 10, 100, 1_000), "cuda": (10, 100, 1_000, 10_000)}
@@ -38,14 +38,11 @@ WAYS = (
 )
 
 
-def key(size: str, device: str) -> str:
-    return "cuda" if device == "cuda" and size == "full" else size
-
-
 def episodes(count: int, device: str) -> tuple[list[arl.Trajectory], Tensor]:
     """Random episodes as long as those of the book's gym: median 21 tokens, a long tail."""
     gen = torch.Generator().manual_seed(0)
-    lengths = (21 * torch.exp(0.85 * torch.randn(count, generator=gen))).clamp(12, 161).long()
+    draws = torch.randn(max(count, 16), generator=gen)[:count]  # PyTorch draws fewer in another way
+    lengths = (21 * torch.exp(0.85 * draws)).clamp(12, 161).long()
     trajs = []
     for n in lengths.tolist():
         ids = torch.randint(1, VOCAB, (n,), generator=gen).to(device)
@@ -159,6 +156,8 @@ def peak(job: str, size: str, device: str) -> Callable[[], object]:
     size = key(size, device)
     parts = (WIDTH[size], torch.float32, device)
     step(job, losses(WIDTH[size], 2, torch.float32, device), *parts)  # imports, and warms up
+    if not job.startswith("agentrl"):
+        qwen2(*parts).zero_grad(set_to_none=True)  # the gradients count, as those of ours do
     found = losses(WIDTH[size], EPISODES[size], torch.float32, device)
     return lambda: step(job, found, *parts)
 
@@ -243,24 +242,29 @@ def attention(size: str, device: str) -> list[Row]:
     return rows
 
 
-def curves(size: str, device: str) -> list[Row]:
+def curves(size: str, device: str) -> tuple[list[Row], list[Row]]:
+    rows: list[Row] = []
     points: dict[str, dict[int, Row]] = {way: {} for way in WAYS[:3]}
     for count in GROWTH[key(size, device)]:
         found = losses(64, count, torch.float32, device)
-        tokens = sum(len(traj.ids) for traj in episodes(count, device)[0])
+        lengths = [len(traj.ids) for traj in episodes(count, device)[0]]
+        flops = arl.training_flops(model_shape(64), lengths)
         runs = {
             way: lambda way=way, found=found: step(way, found, 64, torch.float32, device)
             for way in points
         }
         for way, row in timed(runs, 3, device=device).items():
-            points[way][tokens] = row
+            points[way][sum(lengths)] = row
+            case = {"what": "growth", "case": f"{sum(lengths):,} tokens", "who": way}
+            rows.append(case | row | {"flops": flops, "dtype": "float32"})
         say(f"step: growth, {count} episodes")
-    return [growth(way, "tokens", p, "n", float) for way, p in points.items()]
+    return rows, [growth(way, "tokens", p, "n", float) for way, p in points.items()]
 
 
 def measure(size: str, device: str) -> Row:
     rows = steps(size, device) + attention(size, device)
-    return {"rows": rows, "growth": curves(size, device)}
+    more, found = curves(size, device)
+    return {"rows": rows + more, "growth": found}
 
 
 if __name__ == "__main__":

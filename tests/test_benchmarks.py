@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import agentrl as arl
 from benchmarks import __main__ as runner
-from benchmarks import accumulation, common, logits, scripts
+from benchmarks import accumulation, common, logits, rollout
 from tools.export import ROOT
 
 PEERS = ("trl", "verl", "tensordict", "liger_kernel", "cut_cross_entropy")
@@ -25,7 +26,8 @@ PAGE = ROOT / "book" / "results.ipynb"
 @pytest.fixture
 def no_peers(monkeypatch):
     """Make the import of each peer fail, and memory cheap: its process is tested by itself."""
-    for name in PEERS:
+    loaded = [name for name in sys.modules if name.split(".")[0] in PEERS]
+    for name in (*PEERS, *loaded):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(common, "peak_bytes", lambda *_: {"peak_mb": 1.0})
 
@@ -166,27 +168,82 @@ def two_ranks() -> dict:
     return accumulation.launch(2)
 
 
-@pytest.mark.parametrize("topic", [t for t in runner.TOPICS if t not in runner.SCRIPTS])
+@pytest.mark.parametrize("topic", runner.TOPICS)
 def test_each_topic_runs_small_and_reports_absent_peers(topic, no_peers, monkeypatch, two_ranks):
     monkeypatch.setattr(accumulation, "launch", lambda ranks: two_ranks)
     found = import_module(f"benchmarks.{topic}").measure("tiny", "cpu")
     assert faults(found["rows"], found["growth"]) == []
-    ours = [row for row in found["rows"] if row["who"].startswith("agentrl")]
+    assert all(len(curve["sizes"]) == 2 or curve["failed"] for curve in found["growth"])
+    ours = [row for row in found["rows"] if row["who"].startswith(("agentrl", "fused"))]
     assert not [row for row in ours if "failed" in row]
     rows = [row for row in found["rows"] if row["what"] != "peak memory"]
-    absent = [row for row in rows if re.match(r"trl|verl", row["who"])]
-    if topic in ("packing", "microbatch", "flops"):
+    absent = [row for row in rows if re.match(r"trl|verl|liger|cut", row["who"])]
+    if topic in ("packing", "microbatch", "logits", "flops"):
         assert absent
         assert all("ModuleNotFoundError" in row["failed"] for row in absent)
     json.dumps(common.tidy(found), allow_nan=False)
 
 
-@pytest.mark.parametrize("topic", runner.SCRIPTS)
-def test_the_scripts_grow_small(topic, no_peers, monkeypatch):
-    monkeypatch.setattr(logits, "V", 500)
-    found = scripts.TOPICS[topic]("tiny", "cpu")
+GPU_SETS = {  # the set of a GPU host, cut down to what a CPU can do
+    logits: {
+        "V": {"cuda": 384},
+        "SHAPES": {"cuda": {n: (n, 300, 128, ("",)) for n in ("float32", "bfloat16")}},
+        "REPEATS": {"cuda": 1},
+        "GROWTH": {"cuda": ("bfloat16", 128, (16, 160))},
+    },
+    rollout: {
+        "PROMPTS": {"cuda": 1},
+        "MODEL": {"cuda": {"d_model": 16, "n_layers": 1, "n_heads": 2}},
+        "NEW_TOKENS": {"cuda": 4},
+        "REPEATS": {"cuda": 1},
+        "GROWTH": {"cuda": (1, 10)},
+    },
+}
+
+
+@pytest.fixture(params=GPU_SETS, ids=lambda module: module.__name__)
+def gpu_set(request, monkeypatch):
+    """A topic that measures its set for a GPU, on the CPU."""
+    for name, value in GPU_SETS[request.param].items():
+        monkeypatch.setattr(request.param, name, value)
+    monkeypatch.setattr(request.param, "key", lambda *_: "cuda")
+    monkeypatch.setitem(common.PROBES, "cuda", common.PROBES["tiny"])
+    return request.param
+
+
+def test_the_set_of_a_gpu_runs_small(gpu_set, monkeypatch):
+    monkeypatch.setattr(common, "peak_bytes", common.in_process)
+    monkeypatch.setattr(rollout.arl, "make_rl_base", lambda tok: arl.TinyAgent(len(tok), d_model=8))
+    found = gpu_set.measure("full", "cpu")
     assert faults(found["rows"], found["growth"]) == []
-    assert all(len(curve["sizes"]) == 2 for curve in found["growth"])
+    who = {row["who"]: row for row in found["rows"]}
+    if gpu_set is logits:
+        assert {*logits.HEADS, *logits.TRITON} <= set(who)
+        assert all(who[head]["failed"] for head in logits.TRITON)
+        right = [row for row in found["rows"] if row["who"] in ("full", "fused_log_probs")]
+        right = [row for row in right if row["what"] == "head"]
+        assert len(right) == 4
+        assert all(row["peak_mb"] >= 0 and row["grad_error"] < 0.01 for row in right)
+        assert all("seconds" in row and row["flops"] > 0 for row in right)
+    else:
+        assert {row["dtype"] for row in found["rows"] if row["what"] == "sampling"} == {
+            "float32",
+            "bfloat16",
+        }
+        assert "failed" not in who["transformers generate"]
+
+
+def test_what_does_not_fit_is_reported_and_the_others_go_on(monkeypatch):
+    def too_large(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.28 GiB.")
+
+    monkeypatch.setitem(logits.HEADS, "full", (too_large, 3))
+    monkeypatch.setattr(common, "peak_bytes", lambda *_: {"peak_mb": 1.0})  # it fits only there
+    rows = [row for row in logits.compare("tiny", "cpu") if row["case"] == "float32"]
+    full = next(row for row in rows if row["who"] == "full")
+    assert full["failed"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 9.28 GiB."
+    assert "seconds" not in full
+    assert next(row for row in rows if row["who"] == "chunked")["grad_error"] < 1e-5
 
 
 def test_ranks_divide_by_what_the_whole_batch_has(two_ranks):
@@ -199,17 +256,6 @@ def test_the_reference_count_is_pytorchs():
     from benchmarks import flops
 
     assert flops.by_torch(32) == flops.ours([32]) == 30_375_936
-
-
-def test_what_a_script_wrote_becomes_rows():
-    heads = {
-        "a": {"seconds": [1.0, 3.0], "median_s": 2.0, "peak_mb": 5.0, "matrix_share": 0.5},
-        "b": {"failed": "ImportError: none"},
-    }
-    rows = scripts.head_rows({"shapes": {"float32": {"heads": heads}}})
-    assert faults(rows, []) == []
-    assert rows[0]["of_limit"] == 0.5
-    assert "none" in rows[1]["failed"]
 
 
 # What is committed

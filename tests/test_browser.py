@@ -12,6 +12,7 @@ from urllib.parse import unquote
 
 import pytest
 from bs4 import BeautifulSoup
+from matplotlib.image import imread
 from playwright.sync_api import Browser, Page
 from pypdf import PdfReader
 from test_book import build
@@ -19,7 +20,7 @@ from test_book import build
 from agentrl.notebook import _INK, COLORS
 from tools import cover
 from tools.export import ROOT
-from tools.pdf import NEEDS, contents, find_browser, open_browser, write_pdf
+from tools.pdf import NEEDS, contents, find_browser, find_places, open_browser, write_pdf
 
 PAGES = [name for _, names in contents() for name in names]
 CHAPTERS = [name for name in PAGES if name.startswith("chapters/")]
@@ -64,7 +65,7 @@ def test_pages_load_nothing_from_another_host(html, pages):
     loads = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
     public = re.compile(r"\s*(?:https?:)?//")
     for file, page in pages.items():
-        for tag in page.select(",".join(loads)):
+        for tag in page.select(",".join(loads) + ":not([rel=canonical])"):
             assert not public.match(tag.get(loads[tag.name], "")), f"{file}: {tag}"
         for script in page.select("script"):
             assert not re.search(r"https?://", script.get_text()), f"{file}: {script}"
@@ -107,6 +108,9 @@ def test_cover_and_icon_are_current(tmp_path):
     cover.draw_cover(tmp_path / "cover.svg")
     hint = "is not what `python -m tools.cover` draws"
     assert (tmp_path / "cover.svg").read_bytes() == (cover.STATIC / "cover.svg").read_bytes(), hint
+    drawn, kept = (imread(folder / "cover.png") for folder in (tmp_path, cover.STATIC))
+    assert drawn.shape == kept.shape == (630, 1200, 4)
+    assert abs(drawn - kept).mean() < 1e-3, hint
     assert (cover.STATIC / "favicon.svg").read_text(encoding="utf-8") == cover.FAVICON, hint
 
 
@@ -214,6 +218,9 @@ SIDEWAYS = """() => {
   for (const element of document.querySelectorAll("article *"))
     if (element.checkVisibility() && element.getBoundingClientRect().right > width + 1
         && !boxed(element)) bad.push(element.outerHTML.slice(0, 200));
+  for (const math of document.querySelectorAll("article div.math math"))
+    if (math.checkVisibility() && math.getBoundingClientRect().left < 0)
+      bad.push("shows its end first: " + math.outerHTML.slice(0, 200));
   return bad.slice(0, 5);
 }"""
 
@@ -325,6 +332,7 @@ REACHED = [
 
 
 def test_the_keyboard_reaches_everything_visibly(tab, site):
+    tab.set_viewport_size({"width": 1200, "height": 720})  # on a wider window no code scrolls
     tab.goto(f"{site}chapters/05-packing.html")
     tab.add_style_tag(content=STILL)
     seen, unseen = [], []
@@ -369,18 +377,65 @@ def test_code_and_notebooks_are_taken_along(tab, site):
     assert download.value.path().read_bytes() == notebook.read_bytes()
 
 
-def test_the_pdf_has_contents_that_lead_to_the_pages(browser, html, pages, tmp_path, monkeypatch):
-    names = [CHAPTERS[0], PAGES[-1]]  # the whole book takes a minute
-    monkeypatch.setattr("tools.pdf.contents", lambda: [("", [PAGES[0]]), ("Two", names)])
-    write_pdf(browser, html, tmp_path / "book.pdf")
-    printed = PdfReader(tmp_path / "book.pdf")
-    texts = [" ".join(page.extract_text().split()) for page in printed.pages]
-    assert len(texts) > 12
-    for name, mark in zip(names, printed.outline, strict=True):
-        title = pages[f"{name}.html"].select_one("article h1").get_text().rstrip("#")
-        number = printed.get_destination_page_number(mark) + 1
-        assert mark.title == title
-        assert texts[number - 1].startswith(f"{number} {title}"), texts[number - 1][:200]
-        assert any(f"{title} {number} " in f"{text} " for text in texts[: number - 1]), title
-    solution = pages[f"{CHAPTERS[0]}.html"].select(".solution p")[-1].get_text()
-    assert " ".join(solution.split())[:40] in " ".join(texts), "solutions are folded"
+# What is printed
+
+
+@pytest.fixture(scope="module")
+def printed(browser, html, tmp_path_factory) -> PdfReader:
+    output = tmp_path_factory.mktemp("pdf") / "book.pdf"
+    write_pdf(browser, html, output)
+    return PdfReader(output)
+
+
+@pytest.fixture(scope="module")
+def sheets(printed) -> tuple[list[str], list[str]]:
+    """The text of each printed page, and every piece of text that runs out of the margins."""
+    texts, outside = [], []
+
+    def note(text: str, page: list[float], line: list[float], font: dict, size: float) -> None:
+        if not text.strip():
+            return
+        points = 0.75 / abs(page[0])  # per unit; pypdf loses the scale of some pages
+        left = right = points * (page[0] * line[4] + page[4])
+        if "Mono" in str((font or {}).get("/BaseFont")):  # whose letters are 0.602 em wide
+            right += 0.75 * size * 0.602 * max(map(len, text.strip().split("\n")))
+        if not 50 < left <= right < 545:  # A4 with 18 mm on either side
+            outside.append(f"page {len(texts) + 1}, {left:.0f} to {right:.0f} points: {text}")
+
+    for page in printed.pages:
+        texts.append(" ".join(page.extract_text(visitor_text=note).split()))
+    return texts, outside
+
+
+def test_the_pdf_holds_the_whole_book(printed, sheets, pages):
+    texts, outside = sheets
+    marks = [mark for mark in printed.outline if not isinstance(mark, list)]
+    starts = [printed.get_destination_page_number(mark) for mark in marks]
+    listed = " ".join(texts[1 : starts[0]])
+    for name, mark, start, end in zip(PAGES, marks, starts, [*starts[1:], None], strict=True):
+        article = pages[f"{name}.html"].article
+        title = article.h1.get_text().rstrip("#")
+        last = article.select("p:not(summary p, :has(math))")[-1].get_text()
+        assert mark.title == ("About this book" if name == PAGES[0] else title), name
+        assert texts[start].startswith(f"{start + 1} {mark.title}"), texts[start][:200]
+        assert f"{mark.title} {start + 1} " in f"{listed} ", f"{mark.title} is not in the contents"
+        text = re.sub(r"\W", "", "".join(texts[start:end]))
+        headings = [tag.get_text().rstrip("#") for tag in article.select("h2, h3")]
+        for words in [*headings, last[-30:]]:  # most chapters end with an unfolded solution
+            assert re.sub(r"\W", "", words) in text, f"{name}: not printed: {words}"
+    assert not outside, "\n".join(outside)
+    assert not [number for number, text in enumerate(texts, start=1) if len(text) < 60], "blank"
+    assert 200 < len(texts) < 350
+    assert printed.metadata.title == pages[f"{PAGES[0]}.html"].title.get_text()
+    assert "Hide code" not in "".join(texts)
+
+
+def test_the_links_of_the_pdf_lead_somewhere(printed):
+    places = find_places(printed)
+    for number, page in enumerate(printed.pages, start=1):
+        for link in page.get("/Annots", ()):
+            link = link.get_object()
+            if "/Dest" in link:
+                assert link["/Dest"].removeprefix("/") in places, f"page {number}: {link}"
+            else:
+                assert link["/A"]["/URI"].startswith("http"), f"page {number}: {link}"

@@ -290,8 +290,12 @@ def test_averages_refuse_at_the_door() -> None:
     values = torch.ones(2, 3)
     with pytest.raises(ValueError, match=r"mode must be one of .*'token_mean'.*, got 'mean'"):
         aggregate_loss(values, values, "mean")
-    with pytest.raises(ValueError, match=re.escape("values [2, 3] and mask [2, 2] differ")):
+    with pytest.raises(
+        ValueError, match=re.escape("values [2, 3] and mask [2, 2] must both be [B, T]")
+    ):
         aggregate_loss(values, torch.ones(2, 2), "token_mean")
+    with pytest.raises(ValueError, match=re.escape("values [3] and mask [3] must both be [B, T]")):
+        aggregate_loss(values[0], values[0], "seq_mean_token_sum")
     with pytest.raises(ValueError, match="'constant' needs norm_const"):
         aggregate_loss(values, values, "constant")
     for bad in (0, 0.0, -1, math.nan):

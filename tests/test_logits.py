@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import agentrl.logits as module
@@ -224,6 +226,23 @@ def test_the_precision_of_the_process_is_restored():
         module._FusedPolicyLoss.apply(hidden, weight, ids, fail, plan, (True, True))
     assert settings_.fp32_precision == before
 
+    started, ended = threading.Event(), threading.Event()
+
+    def wait(logp, t):
+        started.set()
+        ended.wait(30)
+        return logp.sum()
+
+    slow = threading.Thread(
+        target=module._FusedPolicyLoss.apply, args=(hidden, weight, ids, wait, plan, (False, False))
+    )
+    slow.start()
+    started.wait(30)
+    fused_log_probs(hidden, weight, ids)  # begins after the other head, and ends before it
+    ended.set()
+    slow.join()
+    assert settings_.fp32_precision == before
+
 
 def test_masked_tokens_may_hold_anything_and_cost_nothing():
     hidden, weight, ids, _ = make((2, 40), 60, 8)
@@ -348,6 +367,8 @@ def test_the_position_is_that_of_the_caller_under_a_mask():
     ("change", "error", "message"),
     [
         ({"weight": torch.zeros(11, 4)}, ValueError, "does not fit weight"),
+        ({"weight": torch.nn.Linear(3, 11)}, TypeError, "lm_head.weight, is Linear"),
+        ({"ids": [[0] * 5] * 2}, TypeError, "ids must be a tensor, is list"),
         ({"ids": torch.zeros(2, 4, dtype=torch.long)}, ValueError, "ids"),
         ({"ids": torch.zeros(2, 5)}, TypeError, "ids are torch.float32"),
         ({"hidden": torch.zeros(2, 5, 3, dtype=torch.long)}, TypeError, "hidden is torch.int64"),
@@ -585,9 +606,79 @@ def test_backward_scales_and_can_run_twice():
     assert_same((loss.detach(), h.grad / 3, w.grad / 3), once)
 
 
-def test_policy_log_probs_and_evaluation():
+def test_gradients_may_be_changed_between_two_backward_passes():
+    hidden, weight, ids, mask, _, _, advantages = policy_case()
+    for loss_fn in (
+        lambda h, w: fused_policy_loss(h, w, ids, advantages, mask),
+        lambda h, w: fused_log_probs(h, w, ids, mask=mask).sum(),
+    ):
+        _, *once = derive(loss_fn, hidden, weight)
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        loss = loss_fn(h, w)
+        for _ in range(3):
+            loss.backward(retain_graph=True)
+            assert_same((h.grad, w.grad), once)
+            h.grad.zero_()
+            w.grad.zero_()
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_policy_gradient_with_one_side_frozen(frozen):
     hidden, weight, ids, mask, old, _, advantages = policy_case()
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    sizes = {"chunk": 5, "tile_bytes": 5 * 7 * 8}
+    loss_fn = lambda h, w: fused_policy_loss(  # noqa: E731
+        h, w, ids, advantages, mask, old_logp=old, **sizes
+    )
+    expected = derive(loss_fn, hidden, weight)
+    leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    leaves[frozen].requires_grad_(False)
+    loss = loss_fn(*leaves)
+    loss.backward()
+    assert leaves[frozen].grad is None
+    assert_same((loss.detach(), leaves[1 - frozen].grad), (expected[0], expected[2 - frozen]))
+
+
+@pytest.mark.parametrize("head", ["fused_log_probs", "fused_policy_loss"])
+def test_what_is_not_finite_does_not_become_a_number(head):
+    hidden, weight, ids, _ = make((1, 6), 40, 4)
+    hidden[0, 2, 1] = torch.nan
+
+    def loss_fn(h, w):
+        if head == "fused_log_probs":
+            return fused_log_probs(h, w, ids, tile_bytes=300).sum()
+        return fused_policy_loss(h, w, ids, torch.ones(1), tile_bytes=300)
+
+    value, grad_h, grad_w = derive(loss_fn, hidden, weight)
+    assert value.isnan() and grad_h[0, 2].isnan().all() and grad_w.isnan().all()
+
+
+def test_training_in_float16_is_refused():
+    hidden, weight, ids, _ = make((1, 6), 40, 4, dtype=torch.float16)
+    loss = fused_policy_loss(hidden, weight, ids, torch.ones(1))
+    assert loss.isfinite()
+    with pytest.raises(TypeError, match="float16"):
+        fused_policy_loss(hidden.requires_grad_(), weight, ids, torch.ones(1))
+
+
+def test_a_checkpoint_around_the_loss_runs_it_twice():
+    hidden, weight, ids, mask, _, _, advantages = policy_case()
+    runs = []
+
+    def block(h, w):
+        runs.append(1)
+        return fused_policy_loss(2 * h, w, ids, advantages, mask, chunk=2)
+
+    expected = derive(block, hidden, weight)
+    runs.clear()
+    got = derive(lambda h, w: checkpoint(block, h, w, use_reentrant=False), hidden, weight)
+    assert_same(got, expected)
+    assert len(runs) == 2
+
+
+@pytest.mark.parametrize("evaluation", [torch.no_grad, torch.inference_mode])
+def test_policy_log_probs_and_evaluation(evaluation):
+    hidden, weight, ids, mask, old, _, advantages = policy_case()
+    with evaluation(), FlopCounterMode(display=False) as counter:
         loss, logp = fused_policy_loss(
             hidden, weight, ids, advantages, mask, old_logp=old, return_logp=True
         )
@@ -661,12 +752,16 @@ def test_gradients_of_half_precision_stay_close_over_a_wide_vocabulary(dtype, ch
     fused = derive(
         lambda h, w: (fused_log_probs(h, w, ids, chunk=chunk) * upstream).sum(), hidden, weight
     )
-    policy = derive(
-        lambda h, w: fused_policy_loss(h, w, ids, -upstream, norm_const=1, chunk=chunk),
-        hidden,
-        weight,
-    )
-    for got in (fused, policy):
+    heads = [fused]
+    if dtype != torch.float16:
+        heads.append(
+            derive(
+                lambda h, w: fused_policy_loss(h, w, ids, -upstream, norm_const=1, chunk=chunk),
+                hidden,
+                weight,
+            )
+        )
+    for got in heads:
         for a, b in zip(got[1:], exact[1:], strict=True):
             assert (a.double() - b).norm() / b.norm() < 4e-3
 

@@ -511,6 +511,16 @@ def test_no_trajectories_are_refused() -> None:
         collate([], 0)
 
 
+def test_what_is_no_trajectory_is_refused() -> None:
+    with pytest.raises(TypeError, match=re.escape("trajs[0].ids must be a tensor, is NoneType")):
+        collate([torch.arange(3)], 0)
+    lists = Trajectory(torch.arange(3), [True, False], torch.zeros(2), 0.0)
+    with pytest.raises(
+        TypeError, match=re.escape("trajs[0].action_mask must be a tensor, is list")
+    ):
+        collate([lists], 0)
+
+
 def test_pad_rows() -> None:
     rows = [torch.tensor([1.5]), torch.tensor([2.0, 3.0]), torch.tensor([])]
     assert pad_rows(rows, 3, -1).tolist() == [[1.5, -1, -1], [2, 3, -1], [-1, -1, -1]]

@@ -1,7 +1,7 @@
 """Draws the book's cover figure and its favicon: `python -m tools.cover`.
 
 The cover shows one batch of chapter 5 twice, to scale: padded to its longest episode, and packed. A
-test draws it again and compares.
+test draws it again and compares. Link previews take no SVG, so it is there as PNG as well.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FAVICON = f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32">
 
 
 def draw_cover(path: Path) -> None:
-    """Write the cover as SVG."""
+    """Write the cover as SVG to `path`, and beside it as PNG of 1200 x 630 pixels."""
     torch.set_num_threads(1)
     tok = arl.build_tokenizer(arl.make_tasks())
     base = arl.make_rl_base(tok)
@@ -60,6 +60,8 @@ def draw_cover(path: Path) -> None:
         ax.add_patch(Rectangle((left, y), 9, 3, color=COLORS[kind], lw=0))
         ax.text(left + 15, y + 1.5, label, va="center", fontsize=10)
     fig.savefig(path, metadata={"Date": None, "Creator": None})
+    png = path.with_suffix(".png")
+    fig.savefig(png, dpi=150, transparent=False, facecolor="white", metadata={"Software": None})
 
 
 def _draw_rows(

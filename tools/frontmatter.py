@@ -267,6 +267,6 @@ def read_docstring(text: str) -> tuple[str, dict[str, str | list[tuple[str, str]
 
 
 def comment_of(node: ast.stmt, source: str) -> str:
-    """Read the comment behind a constant on its line."""
+    """Read the comment behind a constant on its line, unless it speaks to the formatter."""
     line = source.split("\n")[node.end_lineno - 1][node.end_col_offset :]
-    return line.partition("#")[2].strip()
+    return line.partition("#")[2].strip().removeprefix("fmt: skip")

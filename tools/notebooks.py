@@ -39,7 +39,8 @@ METADATA = {
     "language_info": {"name": "python"},
 }
 CELL_METADATA = ("mystnb", "tags")
-TAGS = {"parameters", "hide-input", "hide-output", "hide-cell"}  # and rtol=, atol=
+# and rtol=, atol=; `wrap` is for the style sheet: it breaks the lines of an output that is prose
+TAGS = {"parameters", "hide-input", "hide-output", "hide-cell", "wrap"}
 MAX_CODE_LINES = 25
 
 
@@ -110,6 +111,8 @@ def _canonical_outputs(outputs: list[Notebook], count: int) -> list[Notebook]:
         if output.output_type == "stream" and shown and shown[-1].get("name") == output.name:
             shown[-1].text += output.text
             continue
+        if output.get("name") == "stderr" and not output.text.rpartition("\r")[2].strip():
+            continue  # a progress bar that has cleared itself
         output = nbformat.from_dict(output)
         if output.output_type == "execute_result":
             output.execution_count = count

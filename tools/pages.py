@@ -3,12 +3,14 @@
 Maths becomes MathML when the book is built, by docutils' own converter. A command that it does not
 know is a warning, which fails the build. The code runner that Jupyter Book prepares on each page,
 and loads from a public host, is taken out. Each page describes itself to search engines and link
-previews by its first words.
+previews by its first words. Two addresses in _config.yml add to that: a repository's turns on links
+to the source and to a new issue, the site's gives link previews the cover.
 """
 
 from __future__ import annotations
 
 import html
+import posixpath
 import re
 import textwrap
 from typing import Any
@@ -17,6 +19,7 @@ from docutils import nodes
 from docutils.utils.math import MathError
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
+from sphinx.config import Config
 from sphinx.util import logging
 from sphinx.util.math import get_node_equation_number
 from sphinx.writers.html import HTML5Translator
@@ -27,6 +30,7 @@ logger = logging.getLogger(__name__)
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register the renderer, which `html_math_renderer: mathml` selects, and what edits a page."""
     app.add_html_math_renderer("mathml", (_visit_math, None), (_visit_math_block, None))
+    app.connect("config-inited", _link_repository)
     app.connect("html-page-context", _drop_thebe, priority=900)
     app.connect("html-page-context", _describe)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
@@ -63,6 +67,11 @@ def _mathml(node: nodes.Element, as_block: bool) -> str:
     )
 
 
+def _link_repository(app: Sphinx, config: Config) -> None:
+    linked = bool(config.html_theme_options.get("repository_url"))
+    config.html_theme_options.update(use_edit_page_button=linked, use_issues_button=linked)
+
+
 def _drop_thebe(
     app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: object
 ) -> None:
@@ -88,6 +97,9 @@ def _describe(
     title = next(doctree.findall(nodes.title)).astext()
     tags = {"description": words, "og:description": words, "og:title": title}
     tags |= {"og:type": "article", "og:site_name": app.config.html_title}
+    if site := app.config.html_baseurl:
+        image = posixpath.join(site, "_static/cover.png")
+        tags |= {"og:url": context["pageurl"], "og:image": image}
     for name, content in tags.items():
         kind = "property" if name.startswith("og:") else "name"
         context["metatags"] += f'<meta {kind}="{name}" content="{html.escape(content)}">\n'

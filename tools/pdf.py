@@ -1,8 +1,8 @@
 """Prints the built book as one PDF: `python -m tools.pdf`, after `make book`.
 
-All pages go into one document, in the order of the contents, which Chromium prints twice: the first
-print tells on which page each chapter begins, the second has these numbers in the contents. The
-print style sheet is book/_static/print.css.
+All pages go into one document, in the order of the contents, which Chromium prints until the page
+numbers in its contents and beside its links are those of the places that these lead to: mostly
+twice. The print style sheet is book/_static/print.css.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import yaml
 from bs4 import BeautifulSoup, Tag
 from playwright.sync_api import Browser, sync_playwright
-from pypdf import PdfWriter
+from pypdf import PdfReader, PdfWriter
 
 from tools.export import ROOT
 
@@ -57,31 +57,48 @@ def write_pdf(browser: Browser, html: Path = HTML, output: Path = PDF) -> None:
     """Print the pages under `html` to `output`."""
     source = html / "print.html"  # beside the pages, so that their addresses hold
     book = _join(html)
-    numbers = {number.parent["href"][1:]: number for number in book.select("nav span")}
+    numbers = [(number, number.parent["href"][1:]) for number in book.select("a > .page")]
     page = browser.new_page()
     page.set_default_timeout(0)  # hundreds of pages
+    page.emulate_media(media="print")  # what is laid out in print only now loses the last pages
     try:
-        for _ in range(2):
+        for _ in range(4):
             source.write_text(str(book), encoding="utf-8")
             page.goto(source.as_uri())
             page.evaluate("document.fonts.ready")
             page.pdf(path=output, prefer_css_page_size=True, print_background=True)
             printed = PdfWriter(clone_from=output)
-            for anchor, number in numbers.items():
-                place = printed.get_destination_page_number(
-                    printed.named_destinations[f"/{anchor}"]
-                )
-                number.string = str(place + 1)
-                printed.add_outline_item(title=number.parent.contents[0], page_number=place)
+            places = find_places(printed)
+            if all(number.string == str(places[anchor]) for number, anchor in numbers):
+                break
+            for number, anchor in numbers:
+                number.string = str(places[anchor])
+        else:
+            raise RuntimeError("the page numbers do not settle")
     finally:
         source.unlink()
         page.close()
+    chapter = None
+    for link in book.select("nav a"):
+        place = places[link["href"][1:]] - 1
+        above = chapter if link["class"] == "section" else None
+        item = printed.add_outline_item(title=link.contents[0], page_number=place, parent=above)
+        chapter = above or item
     printed.write(output)
 
 
+def find_places(printed: PdfReader | PdfWriter) -> dict[str, int]:
+    """Return the page number, counted from 1, of each place that a link leads to."""
+    numbers = {page.indirect_reference.idnum: n for n, page in enumerate(printed.pages, start=1)}
+    return {
+        name.removeprefix("/"): numbers[place.page.idnum]
+        for name, place in printed.named_destinations.items()
+    }
+
+
 def _join(html: Path) -> BeautifulSoup:
-    """Return all pages as one, without scripts, with contents that still lack their numbers."""
-    (_, (landing,)), *parts = contents()
+    """Return all pages as one, without scripts, with a cover, and contents that lack numbers."""
+    (_, (landing,)), *_ = contents()
     book = BeautifulSoup((html / f"{landing}.html").read_text(encoding="utf-8"), "html.parser")
     for tag in book.head.select("script, noscript, link:not([rel=stylesheet])"):
         tag.decompose()
@@ -90,16 +107,24 @@ def _join(html: Path) -> BeautifulSoup:
     book.head.append(book.new_tag("link", rel="stylesheet", href="_static/print.css"))
     book.html["data-theme"] = "light"
     book.body.clear()
-    toc = book.new_tag("nav", attrs={"class": "print-contents"})
-    book.body.extend([_read(html, landing), toc])
-    for part, names in parts:
+    cover = book.new_tag("header")
+    toc = book.new_tag("nav")
+    toc.append(book.new_tag("h1", string="Contents"))
+    book.body.extend([cover, toc])
+    for part, names in contents():
         toc.append(book.new_tag("h2", string=part))
         for name in names:
             article = _read(html, name)
+            if name == landing:
+                cover.extend([article.h1, article.p, article.img])
+                article.section.insert(0, book.new_tag("h1", string="About this book"))
             book.body.append(article)
-            title = article.h1.get_text().strip()
-            toc.append(book.new_tag("a", attrs={"href": f"#{article['id']}"}, string=title))
-            toc.contents[-1].append(book.new_tag("span"))
+            for heading in article.select("h1, h2"):
+                link = book.new_tag("a", string=heading.get_text().strip())
+                link["href"] = f"#{heading.parent['id']}"
+                link["class"] = "chapter" if heading.name == "h1" else "section"
+                link.append(_page_number())
+                toc.append(link)
     return book
 
 
@@ -109,22 +134,40 @@ def _read(html: Path, name: str) -> Tag:
     article = BeautifulSoup(text, "html.parser").select_one("article.bd-article")
     folder = (html / name).parent
     article["id"] = _anchor(name)
+    for tag in article.select("a.headerlink"):
+        tag.decompose()
     for tag in article.select("[id]:not(article)"):
         tag["id"] = _anchor(name, tag["id"])
     for tag in article.select("[src]"):
         tag["src"] = os.path.relpath(folder / tag["src"], html)
     for link in article.select("a[href]"):
         target, _, anchor = link["href"].partition("#")
-        if not target:
+        if link.img:  # to the image itself
+            link.unwrap()
+        elif not target:
             link["href"] = "#" + _anchor(name, anchor)
         elif ":" not in target:
             page = os.path.relpath(folder / target, html).removesuffix(".html")
             link["href"] = "#" + _anchor(page, anchor)
+            if page != "book/references":  # which is sorted by author
+                link.append(_page_number())
     for details in article.select("details"):
         details["open"] = ""
-    for tag in article.select("a.headerlink"):
-        tag.decompose()
+        details.summary.string = "Folded on the screen"
+    for code in article.select("pre"):
+        lines = code.get_text().rstrip().split("\n")
+        width = sorted(map(len, lines))[len(lines) * 3 // 4]
+        if len(lines) <= 12:
+            code["class"] = "whole"
+        if len(lines) > 4 and 100 < width <= 160:  # a table stays one
+            code["style"] = f"font-size: {740 / width:.2f}pt"
     return article
+
+
+def _page_number() -> Tag:
+    number = Tag(name="span", attrs={"class": "page"})
+    number.string = "000"  # as wide as the number to come
+    return number
 
 
 def _anchor(page: str, anchor: str = "") -> str:
