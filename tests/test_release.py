@@ -359,6 +359,9 @@ def test_the_api_page_describes_every_public_name(book, tmp_path):
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
                 about = ast.get_docstring(node)
                 assert re.match(r"[\w ]+", about)[0] in entry, name
+    assert "sig-paren" not in entries["ModelShape.layers"]  # a property
+    assert "sig-paren" in entries["ModelShape.kv_bytes"]
+    assert "classmethod" in entries["ModelShape.from_config"]
 
 
 def test_a_quoted_number_follows_its_chapter(book, make, tmp_path):

@@ -97,22 +97,28 @@ class ApiDirective(SphinxDirective):
             kind = "class"
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             kind = "method" if method else "function"
+        marks = {ast.unparse(mark) for mark in getattr(node, "decorator_list", ())}
+        if "property" in marks:
+            kind = "property"
         signature = addnodes.desc_signature(ids=[name], fullname=name, module="agentrl")
         if kind == "class":
             signature += addnodes.desc_annotation("", "class ")
+        if method and "classmethod" in marks:
+            signature += addnodes.desc_annotation("", "classmethod ")
         if parent == "agentrl":
             signature += addnodes.desc_addname("", "arl.")
         signature += addnodes.desc_name("", short)
         content = addnodes.desc_content()
         if kind == "data":
             value = ast.unparse(node.value)
-            value = value if len(value) <= ONE_LINE else value[: ONE_LINE - 2] + " …"
+            if len(value) > ONE_LINE:
+                value = value[: ONE_LINE - 2].rpartition(", ")[0] + ", …"
             signature += addnodes.desc_annotation("", f" = {value}")
             content += self.docstring(comment_of(node, source), fields)
         else:
             parameters, returns = signature_of(node)
             wide = len(name) + len(", ".join(parameters)) > ONE_LINE
-            if parameters or kind != "class":
+            if parameters or kind in ("function", "method"):
                 brackets = addnodes.desc_parameterlist(multi_line_parameter_list=wide)
                 brackets["multi_line_trailing_comma"] = False
                 brackets += [addnodes.desc_parameter("", text) for text in parameters]
@@ -202,7 +208,8 @@ def _names(node: ast.stmt) -> list[str]:
 def signature_of(node: ast.FunctionDef | ast.ClassDef) -> tuple[list[str], str]:
     """Write out the parameters, each as its author did, and what is returned."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        returns = ast.unparse(node.returns) if node.returns else ""
+        quoted = isinstance(node.returns, ast.Constant)  # the name of a class in its own body
+        returns = str(node.returns.value) if quoted else ast.unparse(node.returns or ast.Name(""))
         return _parameters(node.args), "" if returns == "None" else returns
     for method in node.body:
         if isinstance(method, ast.FunctionDef) and method.name in {"__init__", "__new__"}:
