@@ -400,6 +400,7 @@ def leak_check(
             )  # fmt: skip
     out = unit_roundoff(raw.dtype) if raw.is_floating_point() else 0.0
     roundoff = max(seen.roundoff, out)
+    packed = ids, segment_ids, before, roundoff, out, seen.logit_scale()
     changes = log_prob_fn, ids, segment_ids, before, owner, seen
     found = _changed_segments(*changes, keep)
     if found.pop("shapes_vary") and not tolerance:
@@ -410,8 +411,7 @@ def leak_check(
         if (
             ordinary["worst"] <= tolerance
         ):  # only tokens that may mark padding or boundaries move it
-            here = (ids, segment_ids, before, roundoff, out, seen.logit_scale())
-            equal = _equal_alone(alone_fn or log_prob_fn, *here)
+            equal = _equal_alone(alone_fn or log_prob_fn, *packed)
             if equal:
                 found = ordinary
             elif equal is None:
@@ -426,8 +426,7 @@ def leak_check(
         if not through["worst"] <= tolerance:
             return _result(**name, **through, unit="of gradient", threshold=tolerance, why=why)
     if alone_fn is not None:
-        scale = seen.logit_scale()
-        apart = _against_alone(alone_fn, ids, segment_ids, before, roundoff, out, scale)
+        apart = _against_alone(alone_fn, *packed)
         if not apart["worst"] <= apart["threshold"]:
             return _result(**name, **apart)
     also = {"loss mask": loss_mask, "alone": alone_fn, "gradients": embeds}
@@ -522,7 +521,7 @@ def _against_alone(
     before: Tensor,
     roundoff: float,
     out_roundoff: float,
-    logit_scale: float = LOGIT_SCALE,
+    logit_scale: float,
 ) -> dict[str, Any]:
     """Compare each segment with the same sequence alone; the worst against its tolerance."""
     fewer = ids.shape[1] - before.shape[1]
@@ -555,18 +554,10 @@ def _against_alone(
             "why": _rounding_why(roundoff, token)}  # fmt: skip
 
 
-def _equal_alone(
-    fn: Callable[[Tensor], Tensor],
-    ids: Tensor,
-    segment_ids: Tensor,
-    before: Tensor,
-    roundoff: float,
-    out_roundoff: float,
-    logit_scale: float,
-) -> bool | None:
+def _equal_alone(fn: Callable[[Tensor], Tensor], *packed: Any) -> bool | None:
     """Say whether sequences alone have the same values; None if `fn` does not take them alone."""
     try:
-        apart = _against_alone(fn, ids, segment_ids, before, roundoff, out_roundoff, logit_scale)
+        apart = _against_alone(fn, *packed)
     except Exception:  # it holds masks or positions of the packed shape
         return None
     return None if math.isnan(apart["worst"]) else apart["worst"] <= apart["threshold"]

@@ -555,9 +555,8 @@ def _token_weights(
     with _inner_graph():
         norm_const = norm_const.clone() if isinstance(norm_const, Tensor) else norm_const
         values = torch.zeros(mask.shape, dtype=dtype, device=mask.device, requires_grad=True)
-        return torch.autograd.grad(aggregate_loss(values, mask.clone(), mode, norm_const), values)[
-            0
-        ]
+        total = aggregate_loss(values, mask.clone(), mode, norm_const)
+        return torch.autograd.grad(total, values)[0]
 
 
 def _weighted_loss(

@@ -204,8 +204,9 @@ def check_trajectories(trajs: Sequence[Trajectory]) -> None:
         raise ValueError("trajs is empty")
     for index, traj in enumerate(trajs):
         for name in ("ids", "action_mask", "sample_logp"):
-            kind = type(getattr(traj, name, None)).__name__
-            if not isinstance(getattr(traj, name, None), Tensor):
+            value = getattr(traj, name, None)
+            if not isinstance(value, Tensor):
+                kind = type(value).__name__
                 raise TypeError(f"trajs[{index}].{name} must be a tensor, is {kind}")
         tokens = len(traj.ids)
         if traj.ids.ndim != 1 or tokens < 2:

@@ -63,6 +63,8 @@ def test_the_canonical_form_keeps_what_matters_and_drops_the_rest(make):
         printed("oh\n", name="stderr"),
         printed("3\n"),
         printed("\rruns:  50%|###  |\r            \r", name="stderr"),
+        printed("4\n"),
+        printed("a warning\n\rruns:  50%|###  |\r            \r", name="stderr"),
         tags=["rtol=1e-3"],
         mystnb=ALT["mystnb"],
         papermill={"start_time": "now"},
@@ -81,7 +83,13 @@ def test_the_canonical_form_keeps_what_matters_and_drops_the_rest(make):
     assert first.source == "print(1)\nprint(2)"
     assert first.metadata == {"tags": ["rtol=1e-3"], "mystnb": ALT["mystnb"]}
     assert first.execution_count == 1
-    assert [output.get("text") for output in first.outputs] == ["1\n2\n", "oh\n", "3\n", None]
+    assert [output.get("text") for output in first.outputs] == [
+        "1\n2\n",
+        "oh\n",
+        "3\n4\n",
+        "a warning\n\rruns:  50%|###  |\r            \r",
+        None,
+    ]
     assert second.execution_count is None  # never executed stays visible
     assert third.id == f"{second.id}-2"
 

@@ -111,7 +111,7 @@ def _canonical_outputs(outputs: list[Notebook], count: int) -> list[Notebook]:
         if output.output_type == "stream" and shown and shown[-1].get("name") == output.name:
             shown[-1].text += output.text
             continue
-        if output.get("name") == "stderr" and not output.text.rpartition("\r")[2].strip():
+        if output.get("name") == "stderr" and re.fullmatch(r"[^\n]*\r\s*", output.text):
             continue  # a progress bar that has cleared itself
         output = nbformat.from_dict(output)
         if output.output_type == "execute_result":
