@@ -292,11 +292,12 @@ def _tile_logits(buffer: Tensor, h: Tensor, w: Tensor, scale: float) -> Tensor:
     return z if scale == 1.0 else z.mul_(scale)
 
 
-def _column(ids: Tensor, span: slice) -> tuple[Tensor, Tensor]:
-    """Column [t, 1] of each id in the tile of `span`, and whether it lies there at all."""
-    column = ids[:, None] - span.start
-    width = span.stop - span.start
-    return column.clamp(0, width - 1), (column >= 0) & (column < width)
+def _place(ids: Tensor, span: slice) -> tuple[Tensor, Tensor]:
+    """Where in the flattened tile of `span` each id [t] lies, and whether it lies there at all."""
+    column, width = ids - span.start, span.stop - span.start
+    inside = column.clamp(0, width - 1)
+    first = torch.arange(0, len(ids) * width, width, device=ids.device)
+    return first + inside, inside == column
 
 
 def _new_state(tokens: int, like: Tensor) -> Tensor:
@@ -305,14 +306,14 @@ def _new_state(tokens: int, like: Tensor) -> Tensor:
     return state
 
 
-def _absorb(z: Tensor, ids: Tensor, span: slice, state: Tensor, moment: bool = False) -> Tensor:
+def _absorb(z: Tensor, place: tuple[Tensor, Tensor], state: Tensor, moment: bool = False) -> Tensor:
     """Fold a tile of logits into `state`; z becomes exp(z - maximum).
 
     Return by how much that rescales what was summed before, [t].
     """
     top, total, chosen, first = state
-    column, inside = _column(ids, span)
-    chosen.copy_(torch.where(inside, z.gather(1, column), chosen[:, None])[:, 0])
+    index, inside = place
+    chosen.copy_(torch.where(inside, z.take(index), chosen))
     higher = torch.maximum(top, z.amax(1))
     drop = top - higher
     z.sub_(higher[:, None])
@@ -349,11 +350,10 @@ def _chosen_slope(saved: Tensor, g: Tensor, q: Tensor | None) -> Tensor:
 
 
 def _set_chosen(z: Tensor, place: tuple[Tensor, Tensor], value: Tensor | float) -> None:
-    """Overwrite the entry of each id that lies in the tile; value is [t, 1] or one number."""
-    column, inside = place
-    values = torch.where(inside, value, z.gather(1, column))[:, 0].to(z.dtype)
-    place = torch.arange(len(z), device=z.device) * z.shape[1] + column[:, 0]
-    z.view(-1).index_copy_(0, place, values)  # scatter_ would copy the whole tile, twice, in bf16
+    """Overwrite the entry of each id that lies in the tile; value is [t] or one number."""
+    index, inside = place
+    values = torch.where(inside, value, z.take(index)).to(z.dtype)
+    z.view(-1).index_copy_(0, index, values)  # scatter_ would copy the whole tile, twice, in bf16
 
 
 def _scan(hidden: Tensor, weight: Tensor, ids: Tensor, plan: _Plan, entropy: bool) -> Tensor:
@@ -365,7 +365,7 @@ def _scan(hidden: Tensor, weight: Tensor, ids: Tensor, plan: _Plan, entropy: boo
         w = col_factor(v)
         for t in _spans(len(hidden), plan.rows, plan):
             z = _tile_logits(buffer, row_factor(t), w, plan.scale)
-            _absorb(z, ids[t], v, state[:, t], entropy)
+            _absorb(z, _place(ids[t], v), state[:, t], entropy)
     top, total, chosen, first = state
     log_total = total.log()
     # Not chosen - (top + log_total): that sum is large, and its rounding error with it.
@@ -477,12 +477,12 @@ def _scan_back(
             else:
                 _tile_slopes(z, saved[:, t], g[t], None if q is None else q[t])
                 z = _lowered(z, spare, unit[t])
-            place = _column(ids[t], v)
+            place = _place(ids[t], v)
             if grad_h is not None:
                 _set_chosen(z, place, 0.0)
                 _multiply(grad_h[t], z, low_cols(v), add=True)
             if needs[1]:
-                _set_chosen(z, place, chosen[t, None])
+                _set_chosen(z, place, chosen[t])
                 into = tile_w[: len(w)] if add_up else grad_w[v]
                 h = _scaled(low_rows(t), unit[t], scaled) if apart else low_rows(t)
                 _multiply(into, z.T, h, add=t.start > 0)
@@ -648,10 +648,11 @@ def _policy_chunk(
     tops = buffer.new_empty(-(-tiles[-1].stop // plan.cols), len(h))
     for k, v in enumerate(tiles):
         z = _tile_logits(buffer[len(h) * v.start if kept else 0 :], h, wide(v), plan.scale)
-        drop = _absorb(z, ids, v, state)
+        place = _place(ids, v)
+        drop = _absorb(z, place, state)
         tops[k] = state[0]
         if mean is not None:
-            _set_chosen(z, _column(ids, v), 0.0)
+            _set_chosen(z, place, 0.0)
             _multiply(mean.mul_(drop[:, None]), _lowered(z, spare), low(v), add=True)
     top, total, chosen, _ = state
     if mean is not None:
@@ -715,7 +716,7 @@ def _policy_pass(
             grad_h[t] = mean.mul_(g[:, None])
         for k, v in enumerate(tiles) if needs[1] else ():
             z = buffer[n * v.start : n * v.stop].view(n, -1)
-            _set_chosen(z, _column(ids[t], v), (chosen / unit[k])[:, None])
+            _set_chosen(z, _place(ids[t], v), chosen / unit[k])
             z = _lowered(z, spare, unit[k] * g)
             x = _scaled(h, unit[k] * g, scaled) if spare is None else low_rows(t)
             _multiply(grad_w[v], z.T, x, add=t.start > 0)
