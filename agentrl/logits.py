@@ -217,24 +217,13 @@ def _mixed(x: Tensor) -> bool:
     return x.is_cuda  # torch.mm(bf16, bf16, out_dtype=float32)
 
 
-def _factors(
-    x: Tensor, plan: _Plan, size: int, wide: bool = False, extra: Tensor | None = None
-) -> Callable[[slice], Tensor]:
+def _factors(x: Tensor, plan: _Plan, size: int, wide: bool = False) -> Callable[[slice], Tensor]:
     """Return a function from a span of at most `size` rows of x to them as factors of a product.
 
     They are rounded to plan.low. `wide` factors have the dtype that makes float32 logits. What has
     to be converted goes through one buffer: a fresh tensor per tile costs more than the conversion.
-    So a factor is valid until the next one is asked for. `extra` columns are appended to x.
+    So a factor is valid until the next one is asked for.
     """
-    if extra is not None:
-        buffer, width = x.new_empty(size, x.shape[1] + extra.shape[1], dtype=plan.low), x.shape[1]
-
-        def appended(span: slice) -> Tensor:
-            rows = buffer[: span.stop - span.start]
-            rows[:, :width], rows[:, width:] = x[span], extra[span]
-            return rows
-
-        return appended
     dtype = plan.acc if wide and not _mixed(x) else plan.low
     if x.dtype == plan.low == dtype:
         return lambda span: x[span]
@@ -286,8 +275,6 @@ def _products(plan: _Plan, device: torch.device) -> Iterator[None]:
 def _tile_logits(buffer: Tensor, h: Tensor, w: Tensor, scale: float) -> Tensor:
     """Logits of one tile [t, v], in the front of `buffer`, from h [t, D] and w [v, D]."""
     z = buffer[: len(h) * len(w)].view(len(h), len(w))
-    if z.dtype == torch.bfloat16:  # rounded once, after the scale
-        return torch.addmm(z, h, w.T, beta=0, alpha=scale, out=z)
     _multiply(z, h, w.T)
     return z if scale == 1.0 else z.mul_(scale)
 
@@ -374,13 +361,11 @@ def _scan(hidden: Tensor, weight: Tensor, ids: Tensor, plan: _Plan, entropy: boo
     return state
 
 
-def _row_factors(
-    hidden: Tensor, plan: _Plan, extra: Tensor | None = None
-) -> Callable[[slice], Tensor]:
+def _row_factors(hidden: Tensor, plan: _Plan) -> Callable[[slice], Tensor]:
     # Few tokens are converted once; many, tile by tile, or the copy would grow with their number.
     if len(hidden) > 4 * plan.rows:
-        return _factors(hidden, plan, plan.rows, True, extra)
-    whole = _factors(hidden, plan, len(hidden), True, extra)(slice(0, len(hidden)))
+        return _factors(hidden, plan, plan.rows, True)
+    whole = _factors(hidden, plan, len(hidden), True)(slice(0, len(hidden)))
     return lambda t: whole[t]
 
 
@@ -401,7 +386,7 @@ def _lowered(z: Tensor, spare: Tensor | None, unit: Tensor | None = None) -> Ten
 
 
 def _scaled(h: Tensor, unit: Tensor, buffer: Tensor) -> Tensor:
-    return torch.mul(h, unit[:, None].to(h.dtype), out=buffer[: len(h)])
+    return torch.mul(h, unit[:, None], out=buffer[: len(h)])
 
 
 def _add_chosen(
@@ -410,30 +395,6 @@ def _add_chosen(
     """Add what the chosen logits contribute to the gradient by hidden [t, D]."""
     rows = weight.index_select(0, ids).to(low)
     grad_h.addcmul_(slope[:, None], rows.to(grad_h.dtype))
-
-
-def _shift(
-    saved: Tensor, g: Tensor, plan: _Plan, weight: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """With what to extend the factors of the logits, for a tile of slopes in bf16 from one product.
-
-    Returns the unit of each token, a power of two, which bf16 holds exactly; the derivative by the
-    chosen logit in it; the columns to append to the states; and those to append to the weight.
-    """
-    top, total, logp, _ = saved
-    chosen = logp.expm1()
-    rest = (-chosen).clamp(min=2**-24)  # the probability of the others
-    size, exponent = torch.frexp(g * rest)
-    unit = torch.ldexp(size.sign(), exponent)
-    size = size.abs().clamp(min=0.5)  # 0 where g * rest is
-    offset = (size.log() - top - total.log() - rest.log()) / plan.scale
-    # Three numbers of 8 bits hold the 24 of a float32; the rest fills the matrix unit.
-    extra = saved.new_zeros(len(g), 3 + -(weight.shape[1] + 3) % 32, dtype=plan.low)
-    for k in range(3):
-        extra[:, k] = offset
-        offset = offset - extra[:, k]
-    ones = extra.new_ones(1, extra.shape[1]).expand(len(weight), -1)
-    return unit, chosen / rest * size, extra, ones
 
 
 def _scan_back(
@@ -448,50 +409,41 @@ def _scan_back(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients by hidden, in plan.acc, and by weight, in its dtype."""
     # long: two loops around one tile, whose lines belong together
+    buffer = saved.new_empty(plan.rows * plan.cols)
     spare = _spare(hidden, plan)
-    shifted = q is None and plan.low == torch.bfloat16 and not _mixed(hidden)
-    if shifted:
-        unit, chosen, extra, ones = _shift(saved, g, plan, weight)
-    else:
-        unit, extra, ones = (g if q is None else 1.0) / saved[1], None, None
-        chosen = _chosen_slope(saved, g, q) * (1.0 if spare is None else unit)
-    apart = spare is None or shifted  # the unit is not in the tile
-    buffer = spare if shifted else saved.new_empty(plan.rows * plan.cols)
+    unit = (g if q is None else 1.0) / saved[1]
+    chosen = _chosen_slope(saved, g, q) * (1.0 if spare is None else unit)
     grad_h = saved.new_zeros(hidden.shape) if needs[0] else None
     grad_w = torch.empty_like(weight) if needs[1] else None
     if needs[1] and not len(hidden):
         grad_w.zero_()
     add_up = weight.dtype != plan.acc and len(hidden) > plan.rows  # in float32, tile by tile
     tile_w = saved.new_empty(plan.cols if add_up else 0, weight.shape[1])
-    scaled = hidden.new_empty(plan.rows if apart else 0, weight.shape[1], dtype=plan.low)
-    row_factor = _row_factors(hidden, plan, extra)
-    col_factor = _factors(weight, plan, plan.cols, True, ones)
+    scaled = saved.new_empty(plan.rows if spare is None else 0, weight.shape[1])
+    row_factor, col_factor = _row_factors(hidden, plan), _factors(weight, plan, plan.cols, True)
     low_rows, low_cols = _factors(hidden, plan, plan.rows), _factors(weight, plan, plan.cols)
     rows = _spans(len(hidden), plan.rows, plan)
     for v in _spans(len(weight), plan.cols, plan):
         w = col_factor(v)
         for t in rows:
-            z = _tile_logits(buffer, row_factor(t), w, plan.scale)
-            if shifted:
-                z.exp_()
-            else:
-                _tile_slopes(z, saved[:, t], g[t], None if q is None else q[t])
-                z = _lowered(z, spare, unit[t])
-            place = _place(ids[t], v)
+            h = row_factor(t)
+            z = _tile_logits(buffer, h, w, plan.scale)
+            _tile_slopes(z, saved[:, t], g[t], None if q is None else q[t])
+            z, place = _lowered(z, spare, unit[t]), _place(ids[t], v)
             if grad_h is not None:
                 _set_chosen(z, place, 0.0)
                 _multiply(grad_h[t], z, low_cols(v), add=True)
             if needs[1]:
                 _set_chosen(z, place, chosen[t])
                 into = tile_w[: len(w)] if add_up else grad_w[v]
-                h = _scaled(low_rows(t), unit[t], scaled) if apart else low_rows(t)
+                h = _scaled(h, unit[t], scaled) if spare is None else low_rows(t)
                 _multiply(into, z.T, h, add=t.start > 0)
         if needs[1] and add_up:
             grad_w[v] = tile_w[: len(w)]
     if grad_h is not None:
         for t in rows:
             _add_chosen(grad_h[t], weight, ids[t], chosen[t], plan.low)
-        if apart:
+        if spare is None:
             grad_h.mul_(unit[:, None])
     return grad_h, grad_w
 

@@ -39,7 +39,7 @@ SHAPES = {  # by set and name: dtype, tokens, features, heads whose name begins 
         for tokens in (4096, 16_384)
     },
 }
-REPEATS = {"tiny": 1, "full": 7, "cuda": 7}
+REPEATS = {"tiny": 1, "full": 5, "cuda": 7}
 ERROR_TOKENS = 256
 GROWTH = {  # dtype, features, tokens
     "tiny": ("float32", 128, (2, 20)),
@@ -227,7 +227,7 @@ def compare(size: str, device: str) -> list[Row]:
         fit = [head for head, row in found.items() if "failed" not in row]
         given = inputs(which, dtype, tokens, features, device)
         runs = {head: partial(run, head, *given) for head in fit}
-        for head, row in timed(runs, REPEATS[which], device=device, longest=35.0).items():
+        for head, row in timed(runs, REPEATS[which], device=device, longest=30.0).items():
             found[head] |= row
         off = errors([head for head in fit if "failed" not in found[head]], given)
         del given, runs
