@@ -424,7 +424,7 @@ def _scan_back(
     low_rows, low_cols = _factors(hidden, plan, plan.rows), _factors(weight, plan, plan.cols)
     rows = _spans(len(hidden), plan.rows, plan)
     for v in _spans(len(weight), plan.cols, plan):
-        w = col_factor(v)
+        w, low_w = col_factor(v), low_cols(v)
         for t in rows:
             h = row_factor(t)
             z = _tile_logits(buffer, h, w, plan.scale)
@@ -432,7 +432,7 @@ def _scan_back(
             z, place = _lowered(z, spare, unit[t]), _place(ids[t], v)
             if grad_h is not None:
                 _set_chosen(z, place, 0.0)
-                _multiply(grad_h[t], z, low_cols(v), add=True)
+                _multiply(grad_h[t], z, low_w, add=True)
             if needs[1]:
                 _set_chosen(z, place, chosen[t])
                 into = tile_w[: len(w)] if add_up else grad_w[v]
