@@ -282,9 +282,9 @@ def _tile_logits(buffer: Tensor, h: Tensor, w: Tensor, scale: float) -> Tensor:
 def _place(ids: Tensor, span: slice) -> tuple[Tensor, Tensor]:
     """Where in the flattened tile of `span` each id [t] lies, and whether it lies there at all."""
     column, width = ids - span.start, span.stop - span.start
-    inside = column.clamp(0, width - 1)
+    nearest = column.clamp(0, width - 1)
     first = torch.arange(0, len(ids) * width, width, device=ids.device)
-    return first + inside, inside == column
+    return first + nearest, nearest == column
 
 
 def _new_state(tokens: int, like: Tensor) -> Tensor:
@@ -424,7 +424,7 @@ def _scan_back(
     low_rows, low_cols = _factors(hidden, plan, plan.rows), _factors(weight, plan, plan.cols)
     rows = _spans(len(hidden), plan.rows, plan)
     for v in _spans(len(weight), plan.cols, plan):
-        w, low_w = col_factor(v), low_cols(v)
+        w, low_w = col_factor(v), low_cols(v) if needs[0] else None
         for t in rows:
             h = row_factor(t)
             z = _tile_logits(buffer, h, w, plan.scale)

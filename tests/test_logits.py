@@ -47,6 +47,16 @@ def plain(hidden, weight, ids, temperature=1.0):
     return logp.gather(-1, ids[..., None])[..., 0], -(logp.exp() * logp).sum(-1)
 
 
+def fused_sum(head, ids, upstream, **sizes):
+    """The sum of upstream * log p by one of the fused heads, a function of states and weight."""
+    if head == "fused_log_probs":
+        return lambda h, w: (fused_log_probs(h, w, ids, **sizes) * upstream).sum()
+    ids, advantages = ids.reshape(1, -1), -upstream.reshape(1, -1)
+    return lambda h, w: fused_policy_loss(
+        h.reshape(*ids.shape, -1), w, ids, advantages, norm_const=1.0, **sizes
+    )
+
+
 def derive(fn, hidden, weight):
     """Value and both gradients of a scalar function."""
     h, w = (x.detach().clone().requires_grad_() for x in (hidden, weight))
@@ -170,12 +180,7 @@ def test_gradients_of_likely_tokens(dtype, head, strength):
     toward = weight[ids] / weight[ids].norm(dim=1, keepdim=True) ** 2
     hidden = (0.25 * hidden + strength * toward).to(dtype)
     weight, upstream = weight.to(dtype), upstream.float()
-    sizes = {"chunk": 64, "tile_bytes": 64 * 4 * 512}
-
-    def fused(h, w):
-        if head == "fused_log_probs":
-            return (fused_log_probs(h, w, ids, **sizes) * upstream).sum()
-        return fused_policy_loss(h[None], w, ids[None], -upstream[None], norm_const=1.0, **sizes)
+    fused = fused_sum(head, ids, upstream, chunk=64, tile_bytes=64 * 4 * 512)
 
     def full(h, w):
         return (module._head_log_probs(h, w, ids) * upstream).sum()
@@ -216,13 +221,7 @@ def test_rows_of_unlikely_tokens_in_bf16(head, spread):
     hidden, weight, ids, upstream = make((2, 120), 6000, 64)
     hidden, weight = hidden.bfloat16(), (spread / 8 * weight).bfloat16()
     ids = ids // 2  # nobody chooses the second half
-    upstream = upstream.float()
-
-    def fused(h, w):
-        if head == "fused_log_probs":
-            return (fused_log_probs(h, w, ids, chunk=100) * upstream).sum()
-        return fused_policy_loss(h, w, ids, -upstream, norm_const=1.0, chunk=100)
-
+    fused = fused_sum(head, ids, upstream.float(), chunk=100)
     exact = derive(
         lambda h, w: (plain(h, w, ids)[0] * upstream).sum(), hidden.double(), weight.double()
     )[2]
