@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from agentrl.rollout import Trajectory, check_trajectories, pad_rows
+from agentrl.rollout import Trajectory, check_trajectories
 
 __all__ = [
     "block_mask",
@@ -215,39 +215,37 @@ def pack_sequences(trajs: Sequence[Trajectory], max_tokens: int, pad_id: int = 0
     _check(trajs)
     lengths = [len(traj.ids) for traj in trajs]
     rows = packing_plan(lengths, max_tokens)
-    device = trajs[0].ids.device
-
-    def lay_out(pieces: Sequence[Tensor], value: float) -> Tensor:
-        return pad_rows([torch.cat([pieces[i] for i in row]) for row in rows], max_tokens, value)
-
-    number = {i: k for row in rows for k, i in enumerate(row)}  # within the row
-    segments = [torch.full((n,), number[i], device=device) for i, n in enumerate(lengths)]
-    # One entry more than the sequence has: 0, since nothing here predicts what comes next.
-    masks = [F.pad(traj.action_mask.bool(), (0, 1)) for traj in trajs]
-    logps = [F.pad(traj.sample_logp, (0, 1)) for traj in trajs]
+    ids, device = [traj.ids for traj in trajs], trajs[0].ids.device
+    spare = [max_tokens - sum(lengths[i] for i in row) for row in rows]
     sizes = torch.tensor([0, *(lengths[i] for row in rows for i in row)], device=device)
+
+    def lay_out(values: Sequence[Tensor], value: float, gap: int = 0) -> Tensor:
+        """All pieces in one copy: the values of each sequence, its gap, and what a row lacks."""
+        filling, pieces = values[0].new_full((max_tokens,), value), []
+        for row, padding in zip(rows, spare, strict=True):
+            for i in row:
+                pieces += [values[i], filling[:gap]] if gap else [values[i]]
+            pieces.append(filling[:padding])
+        return torch.cat(pieces).view(len(rows), max_tokens)
+
+    ramp = torch.arange(max_tokens, device=device)
+    number = {i: ramp[k : k + 1] for row in rows for k, i in enumerate(row)}  # within the row
+    # After each sequence comes one 0, since its last token predicts nothing here.
+    masks = lay_out([traj.action_mask for traj in trajs], 0, 1).bool()
+    logps = lay_out([traj.sample_logp for traj in trajs], 0.0, 1)
     return {
-        "ids": lay_out([traj.ids for traj in trajs], pad_id),
-        "position_ids": lay_out([torch.arange(n, device=device) for n in lengths], 0),
-        "segment_ids": lay_out(segments, -1),
-        "action_mask": lay_out(masks, False)[:, :-1],
-        "sample_logp": lay_out(logps, 0.0)[:, :-1],
+        "ids": lay_out(ids, pad_id),
+        "position_ids": lay_out([ramp[:n] for n in lengths], 0),
+        "segment_ids": lay_out([number[i].expand(n) for i, n in enumerate(lengths)], -1),
+        "action_mask": masks[:, :-1],
+        "sample_logp": logps[:, :-1],
         "rows": rows,
         "cu_seqlens": sizes.cumsum(0, dtype=torch.int32),
     }
 
 
 def _check(trajs: Sequence[Trajectory]) -> None:
-    """Refuse what `check_trajectories` refuses, except a sequence of one token."""
-
-    def one_more(traj: Trajectory) -> Trajectory:
-        fields = [getattr(traj, name, None) for name in ("ids", "action_mask", "sample_logp")]
-        if [getattr(x, "shape", None) for x in fields] != [(1,), (0,), (0,)]:
-            return traj
-        ids, mask, logp = (F.pad(x, (0, 1)) for x in fields)  # it predicts nothing, but packs
-        return Trajectory(ids, mask, logp, traj.reward)
-
-    check_trajectories([one_more(traj) for traj in trajs])
+    check_trajectories(trajs, min_tokens=1)  # a single token predicts nothing, but packs
     for index, traj in enumerate(trajs):
         if not traj.sample_logp.is_floating_point():
             dtype = traj.sample_logp.dtype

@@ -198,7 +198,7 @@ def sample_groups(
     return [row.trajectory() for row in rows]
 
 
-def check_trajectories(trajs: Sequence[Trajectory]) -> None:
+def check_trajectories(trajs: Sequence[Trajectory], min_tokens: int = 2) -> None:
     """Raise an error that names the first trajectory whose fields do not fit together."""
     if len(trajs) == 0:
         raise ValueError("trajs is empty")
@@ -209,8 +209,9 @@ def check_trajectories(trajs: Sequence[Trajectory]) -> None:
                 kind = type(value).__name__
                 raise TypeError(f"trajs[{index}].{name} must be a tensor, is {kind}")
         tokens = len(traj.ids)
-        if traj.ids.ndim != 1 or tokens < 2:
-            raise ValueError(f"trajs[{index}].ids has shape {list(traj.ids.shape)}, needs [T >= 2]")
+        if traj.ids.ndim != 1 or tokens < min_tokens:
+            shape = list(traj.ids.shape)
+            raise ValueError(f"trajs[{index}].ids has shape {shape}, needs [T >= {min_tokens}]")
         if traj.ids.is_floating_point() or traj.ids.dtype == torch.bool:
             raise ValueError(f"trajs[{index}].ids is {traj.ids.dtype}, needs integers")
         for name in ("action_mask", "sample_logp"):
@@ -218,7 +219,7 @@ def check_trajectories(trajs: Sequence[Trajectory]) -> None:
             if shape != [tokens - 1]:
                 raise ValueError(f"trajs[{index}].{name} has shape {shape}, needs [{tokens - 1}]")
         mask = traj.action_mask
-        if mask.is_complex() or not ((mask == 0) | (mask == 1)).all():
+        if mask.is_complex() or not (mask.dtype == torch.bool or ((mask == 0) | (mask == 1)).all()):
             raise ValueError(
                 f"trajs[{index}].action_mask ({mask.dtype}) has values besides 0 and 1"
             )

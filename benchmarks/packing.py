@@ -122,7 +122,7 @@ def planners(lengths: Tensor, max_tokens: int) -> dict[str, Callable[[], int]]:
 def whole(lengths: Tensor, max_tokens: int) -> dict[str, Callable[[], object]]:
     """Plan and gather, as a user would call it."""
     trajs = [
-        arl.Trajectory(torch.zeros(n).long(), torch.zeros(n - 1), torch.zeros(n - 1), 0.0)
+        arl.Trajectory(torch.zeros(n).long(), torch.zeros(n - 1).bool(), torch.zeros(n - 1), 0.0)
         for n in lengths.tolist()
     ]
     made: list[Any] = []

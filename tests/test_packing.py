@@ -274,7 +274,7 @@ def broken(**fields: Tensor) -> list[Trajectory]:
     [
         ([], "trajs is empty"),
         (broken(ids=torch.tensor([], dtype=torch.int64)), r"trajs\[1\].ids .* \[0\]"),
-        (broken(ids=torch.ones(2, 2).long()), r"trajs\[1\].ids .* \[2, 2\]"),
+        (broken(ids=torch.ones(2, 2).long()), r"trajs\[1\].ids .* \[2, 2\], needs \[T >= 1\]"),
         (broken(ids=torch.ones(4)), r"trajs\[1\].ids is torch.float32"),
         (broken(ids=torch.tensor([3])), r"trajs\[1\]"),  # one token, and predictions all the same
         (broken(action_mask=torch.ones(4)), r"trajs\[1\].action_mask .*\[4\].*\[3\]"),
@@ -292,7 +292,6 @@ def test_malformed_trajectories_are_named(trajs: list, words: str) -> None:
 
 def test_what_collate_refuses_is_refused_with_the_same_words() -> None:
     for fields in (
-        {"ids": torch.ones(2, 2).long()},
         {"ids": torch.ones(4)},
         {"action_mask": torch.ones(4)},
         {"action_mask": torch.tensor([0, 1, 2])},
