@@ -127,6 +127,7 @@ def timed(
     *,
     device: str = "cpu",
     longest: float = 10.0,
+    probe: Callable[[], object] | None = None,
 ) -> dict[str, Row]:
     """Time runs that take turns, after one to warm up each.
 
@@ -135,19 +136,22 @@ def timed(
         repeats: rounds. A run whose rounds took more than `longest` seconds together is not
             repeated further.
         device: "cuda" waits for the device.
+        probe: timed before each run, since a shared machine does not keep its pace.
 
     Returns:
-        By name `seconds` (the median), `low` and `high` (the extremes), `n`, and `value` if the run
-        returns a number; or `failed`.
+        By name `seconds` (the median), `low` and `high` (the extremes), `n`, `value` if the run
+        returns a number, and `probe`, its median beside this run; or `failed`.
     """
     gc.collect()
     found: dict[str, Row] = {name: {} for name in runs}
     times: dict[str, list[float]] = {name: [] for name in runs}
+    probes: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats + 1):
         for name, run in runs.items():
             done = times[name]
             if "failed" in found[name] or sum(done) > longest:
                 continue
+            pace = _seconds(probe, device)[0] if probe else None
             result = attempt(lambda run=run: _seconds(run, device))
             if isinstance(result, dict):
                 found[name] = result
@@ -156,11 +160,14 @@ def timed(
             seconds, value = result
             if turn:
                 done.append(seconds)
+                probes[name] += [pace] if probe else []
             if isinstance(value, int | float):
                 found[name]["value"] = value
     for name, done in times.items():
         if done and "failed" not in found[name]:
             found[name] |= summary(done)
+            if probe:
+                found[name]["probe"] = statistics.median(probes[name])
     return found
 
 
@@ -274,14 +281,16 @@ def growth(
 def with_fractions(rows: list[Row], best: Row) -> list[Row]:
     """Add to each row that has work and time the share of the machine's limit that it reached.
 
-    `flops` with `dtype` are compared with matrix products, `bytes` with a copy.
+    `flops` with `dtype` are compared with matrix products, those beside the run (`peak_flops`) if
+    they were measured, `bytes` with a copy.
     """
     for row in rows:
         if "seconds" not in row:
             continue
         if "flops" in row:
             row["limit"] = f"products in {row['dtype']}"
-            row["of_limit"] = row["flops"] / row["seconds"] / best["flops"][row["dtype"]]
+            peak = row.get("peak_flops", best["flops"][row["dtype"]])
+            row["of_limit"] = row["flops"] / row["seconds"] / peak
         elif "bytes" in row:
             row["limit"] = "copy"
             row["of_limit"] = row["bytes"] / row["seconds"] / best["copy_bytes_per_s"]

@@ -7,7 +7,7 @@ One forward and backward pass of sum(upstream * log p). All heads take turns in 
 is of a process each, and a head that fails there, because it does not fit or cannot run on this
 device, is not timed and keeps the reason. Errors are against float64 on the first tokens of the
 same inputs. FLOPs are those of the matrix products that a head executes: 3, or 4 if it multiplies
-again for the backward pass.
+again for the backward pass. What the machine can multiply is measured before each run.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SHAPES = {  # by set and name: dtype, tokens, features, heads whose name begins 
     "tiny": {"float32": ("float32", 8, 128, ("",)), "bf16": ("bfloat16", 8, 128, PICKED)},
     "full": {
         "float32": ("float32", 4096, 256, ("",)),
-        "bf16-short": ("bfloat16", 256, 1024, ("",)),
-        "bf16-long": ("bfloat16", 4096, 1024, PICKED),
+        "bf16-short": ("bfloat16", 1024, 1024, ("",)),
+        "bf16-long": ("bfloat16", 4096, 1024, ("full", *PICKED)),
     },
     "cuda": {
         f"{dtype}, D = {features:,}, T = {tokens:,}": (dtype, tokens, features, ("",))
@@ -227,7 +227,18 @@ def compare(size: str, device: str) -> list[Row]:
         fit = [head for head, row in found.items() if "failed" not in row]
         given = inputs(which, dtype, tokens, features, device)
         runs = {head: partial(run, head, *given) for head in fit}
-        for head, row in timed(runs, REPEATS[which], device=device, longest=30.0).items():
+        side = common.PROBES[which]["size"]
+        square = torch.ones(side, side, dtype=getattr(torch, dtype), device=device)
+        times = timed(
+            runs,
+            REPEATS[which],
+            device=device,
+            longest=30.0,
+            probe=lambda square=square: [square @ square for _ in range(3)],
+        )
+        for head, row in times.items():
+            if "probe" in row:
+                row["peak_flops"] = 3 * 2 * side**3 / row.pop("probe")
             found[head] |= row
         off = errors([head for head in fit if "failed" not in found[head]], given)
         del given, runs

@@ -107,9 +107,27 @@ def test_the_fraction_of_the_limit():
         {"seconds": 2.0, "flops": 50, "dtype": "float32"},
         {"seconds": 2.0, "bytes": 5},
         {"failed": "why", "flops": 50, "dtype": "float32"},
+        {"seconds": 2.0, "flops": 50, "dtype": "float32", "peak_flops": 50.0},  # of that moment
     ]
     common.with_fractions(rows, best)
-    assert [row.get("of_limit") for row in rows] == [0.25, 0.25, None]
+    assert [row.get("of_limit") for row in rows] == [0.25, 0.25, None, 0.5]
+
+
+def test_a_probe_runs_before_each_run_and_its_warm_up_does_not_count(monkeypatch):
+    calls = []
+    took = {"probe": iter([9.0, 0.8, 0.2, 0.4]), "a": iter([9.0, 3.0, 1.0, 2.0])}
+
+    def clock(run, _: str) -> tuple:
+        return next(took[run()]), None
+
+    def call(name: str) -> str:
+        calls.append(name)
+        return name
+
+    monkeypatch.setattr(common, "_seconds", clock)
+    found = common.timed({"a": lambda: call("a")}, 3, probe=lambda: call("probe"))["a"]
+    assert calls == ["probe", "a"] * 4
+    assert found == {"seconds": 2.0, "low": 1.0, "high": 3.0, "n": 3, "probe": 0.4}
 
 
 def test_machines_are_named_without_their_host():
