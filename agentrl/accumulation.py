@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing import errors
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -170,7 +170,13 @@ def accumulate_gradients(
     Returns:
         The loss of the whole batch, the same on every rank: the one that was optimised, so the one
         to log. Clip the gradients after this, not before.
+
+    Raises:
+        TypeError: for a model in the older `FullyShardedDataParallel`.
+        ValueError: without a microbatch.
     """
+    if isinstance(model, FullyShardedDataParallel):
+        raise TypeError("model is FullyShardedDataParallel (FSDP1): shard it by fully_shard")
     ranks = _ranks(group)
     wrapped = isinstance(model, DistributedDataParallel | FSDPModule)
     scale = ranks if wrapped else 1  # both wrappers average over ranks; this makes it a sum
@@ -183,7 +189,7 @@ def accumulate_gradients(
         with model.no_sync() if quiet else contextlib.nullcontext():
             loss = loss_fn(microbatch)
             (loss * scale).backward()
-        total = loss.detach() if total is None else total + loss.detach()
+        total = loss.detach().clone() if total is None else total + loss.detach()
     if total is None:
         raise ValueError("microbatches is empty")
     if ranks == 1:
@@ -230,7 +236,7 @@ def _compare(kind: str, batch: dict[str, Any], device: torch.device) -> str:
     """Make the batch's gradient on all ranks; return a line that compares it with one process."""
     rank, ranks = dist.get_rank(), _ranks()
     order = batch["lengths"].argsort(stable=True)
-    mine = order.chunk(ranks * _PER_RANK)[rank * _PER_RANK : (rank + 1) * _PER_RANK]
+    mine = order.tensor_split(ranks * _PER_RANK)[rank * _PER_RANK : (rank + 1) * _PER_RANK]
     masks = [batch["action_mask"][rows] for rows in mine]
     norm = step_normalizer(masks)
     # The fault: a rank divides by its own count, and the gradients are averaged over ranks.

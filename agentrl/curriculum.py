@@ -86,8 +86,10 @@ def _inside(rate: Any, low: float, high: float) -> bool:
     rewards = [float(reward) for reward in rate]
     if not rewards or not all(map(math.isfinite, rewards)):
         raise ValueError(f"{rewards} is not a group of finite rewards")
+    if low < 0 and high > 1:
+        return True
     if min(rewards) == max(rewards) and rewards[0] not in (0.0, 1.0):
-        return low < 0 and high > 1  # no variance, whatever the mean; kept if nothing is filtered
+        return False  # no variance, whatever the mean
     return low < sum(map(Fraction, rewards)) / len(rewards) < high  # exact, no rounding
 
 
@@ -187,11 +189,17 @@ def draw_weighted(weights: Sequence[float], count: int, generator: torch.Generat
 
     Returns:
         `count` indices, or as many as have a positive weight.
+
+    Raises:
+        ValueError: naming a weight that is negative or not finite.
     """
+    for index, weight in enumerate(weights):
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"weights[{index}] = {weight} is negative or not finite")
     uniform = torch.rand(len(weights), generator=generator, dtype=torch.float64)
     keys = uniform.log() / torch.tensor(weights, dtype=torch.float64)  # -inf at weight 0
-    order = keys.argsort(descending=True, stable=True)[:count].tolist()
-    return [index for index in order if weights[index] > 0]
+    order = keys.argsort(descending=True, stable=True).tolist()
+    return [index for index in order if weights[index] > 0][:count]
 
 
 def _choose(
@@ -238,7 +246,7 @@ def fill_groups(
         if len(groups) != count:
             raise ValueError(f"sample({count}) returned {len(groups)} groups")
         sampled += groups
-        kept += [group for group in groups if len({traj.reward for traj in group}) > 1]
+        kept += [group for group in groups if len({float(t.reward) for t in group}) > 1]
     short = f"budget of {max_groups} groups spent, {len(kept)} of {want} kept"
     return kept, sampled, "" if len(kept) == want else short
 
@@ -317,7 +325,10 @@ def train_curriculum(
     """
     if checkpoint_every < 1:
         raise ValueError(f"checkpoint_every = {checkpoint_every} must be at least 1")
-    rule = _Rule(low, high, revisit, estimate, sampling, max_groups or 3 * cfg.prompts_per_step)
+    if not tasks:
+        raise ValueError("tasks is empty: there is nothing to sample")
+    max_groups = 3 * cfg.prompts_per_step if max_groups is None else max_groups
+    rule = _Rule(low, high, revisit, estimate, sampling, max_groups)
     generator = torch.Generator().manual_seed(cfg.seed)
     parts = model, _adam(model, cfg), generator
     run = {"cfg": dataclasses.asdict(cfg), "tasks": [task.name for task in tasks]}
@@ -329,6 +340,8 @@ def train_curriculum(
         kept, trajs, revisits, reason = _sample(model, tasks, tok, cfg, groups, rule, generator)
         if not trajs:  # no group, no new estimate: it would stay so for ever
             history[-1]["reason"] = f"stopped after {step} of {steps} steps: {reason}"
+            if path is not None:
+                _save(path, parts, history=history, groups=groups, **run)
             break
         stats = rl_update(model, parts[1], kept or trajs, cfg)
         rewards = torch.tensor([traj.reward for traj in trajs], dtype=torch.float64)
@@ -356,12 +369,14 @@ def run_arm(job: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     Args:
         job: `cfg`, the fields of an `RLConfig` as a dictionary; `steps`, the most there can be; and
             optionally `budget`, episodes after which the run ends; `score_every`, episodes between
-            scores on the way; `device`; and arguments of `train_curriculum`.
+            scores on the way; `device`; and arguments of `train_curriculum`, but no checkpoint.
 
     Returns:
         `history`, as of `train_curriculum`, and `scores`: `episodes` spent, the `pass_rate` from
         32 episodes of each task, and its `stderr`; the last one at the end of the run.
     """
+    if "checkpoint" in job:
+        raise ValueError("checkpoint: a resumed run would lack the scores of its first part")
     ours = ("cfg", "steps", "budget", "score_every", "device")
     options = {key: value for key, value in job.items() if key not in ours}
     tok = build_tokenizer(make_tasks())
@@ -369,18 +384,24 @@ def run_arm(job: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     every = job.get("score_every", math.inf)
     scores: list[dict[str, float]] = []
 
-    def on_step(model: nn.Module, history: list[dict[str, Any]]) -> bool:
+    def score(spent: int) -> None:
+        result = evaluate(model, make_tasks("heldout"), tok, episodes=32)
+        scores.append({"episodes": spent, **{k: result[k] for k in ("pass_rate", "stderr")}})
+
+    def on_step(_: nn.Module, history: list[dict[str, Any]]) -> bool:
         spent = sum(step["episodes"] for step in history)
         end = spent >= job.get("budget", math.inf)
         before = spent - history[-1]["episodes"]
         if end or len(history) == job["steps"] or spent // every > before // every:
-            result = evaluate(model, make_tasks("heldout"), tok, episodes=32)
-            scores.append({"episodes": spent, **{k: result[k] for k in ("pass_rate", "stderr")}})
+            score(spent)
         return end
 
     cfg = RLConfig(**job["cfg"])
     train = make_tasks("train")
     history = train_curriculum(model, train, tok, cfg, job["steps"], **options, on_step=on_step)
+    spent = sum(step["episodes"] for step in history)
+    if spent and (not scores or scores[-1]["episodes"] < spent):  # the pool ran empty
+        score(spent)
     return {"history": history, "scores": scores}
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import inspect
 import itertools
+import math
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -93,6 +94,11 @@ class RLConfig(RolloutConfig):
         for name in ("prompts_per_step", "updates_per_step", "microbatch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+        for name in ("lr", "clip", "clip_high", "max_grad_norm", "weight_grid"):
+            value = getattr(self, name)
+            least = "positive" if name in ("max_grad_norm", "weight_grid") else "at least 0"
+            if value is not None and not (value > 0 or (value == 0 and least != "positive")):
+                raise ValueError(f"{name} = {value} must be {least}")
 
 
 # long: the three variants side by side
@@ -109,15 +115,12 @@ def compute_advantages(batch: dict[str, Tensor], cfg: Any) -> Tensor:
         (r - m) G / (G - 1), Ahmadian et al. 2024. A group of equal rewards gives exactly 0.
 
     Raises:
-        ValueError: if B is not a multiple of G, or a reward is not finite.
+        ValueError: if B is not a multiple of G, a reward is not finite, or for another `advantage`.
     """
-    rewards, size = batch["rewards"].double(), cfg.group_size
-    if len(rewards) % size:
-        raise ValueError(f"{len(rewards)} rewards are not a multiple of group_size = {size}")
-    if not rewards.isfinite().all():
-        index = int((~rewards.isfinite()).nonzero()[0])
-        raise ValueError(f"rewards[{index}] = {rewards[index].item()} is not finite")
-    groups = rewards.view(-1, size)
+    if cfg.advantage not in ADVANTAGES:
+        raise ValueError(f"advantage must be one of {ADVANTAGES}, got {cfg.advantage!r}")
+    size = cfg.group_size
+    groups = _groups(batch["rewards"].double(), size)
     centred = groups - groups.mean(1, keepdim=True)
     if cfg.advantage == "mean_std" and size > 1:
         centred = centred / (groups.std(1, keepdim=True) + 1e-6)
@@ -125,6 +128,15 @@ def compute_advantages(batch: dict[str, Tensor], cfg: Any) -> Tensor:
         centred = centred * (size / (size - 1))
     equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
     return centred.masked_fill(equal, 0.0).flatten()
+
+
+def _groups(rewards: Tensor, size: int) -> Tensor:
+    """Cut rewards [B] into groups [B / size, size]."""
+    if len(rewards) % size:
+        raise ValueError(f"{len(rewards)} rewards are not a multiple of group_size = {size}")
+    for index in (~rewards.isfinite()).nonzero()[:, 0].tolist():
+        raise ValueError(f"rewards[{index}] = {rewards[index].item()} is not finite")
+    return rewards.view(-1, size)
 
 
 # long: the four modes side by side
@@ -154,9 +166,8 @@ def aggregate_loss(
         raise ValueError(f"{shapes} must both be [B, T]")
     if norm_const is None and mode == "constant":
         raise ValueError("mode 'constant' needs norm_const")
-    if isinstance(norm_const, int | float) and not norm_const > 0:
-        raise ValueError(f"norm_const = {norm_const} must be positive")
     mask = mask.bool()
+    _check_norm_const(norm_const, mask)
     kept = torch.where(mask, values, 0.0)
     tokens = mask.sum(-1)  # [B]
     if mode == "seq_mean_token_mean":
@@ -169,10 +180,26 @@ def aggregate_loss(
     return kept.sum() / norm_const
 
 
-def _per_token(advantages: Tensor, like: Tensor) -> Tensor:
-    """Spread advantages [B] over tokens [B, T]; leave [B, T] as it is."""
-    advantages = advantages.to(like.device, like.dtype)
-    return advantages[:, None].expand_as(like) if advantages.ndim == 1 else advantages
+def _check_norm_const(norm_const: float | Tensor | None, mask: Tensor) -> None:
+    if isinstance(norm_const, Tensor):
+        if type(norm_const) is not Tensor or norm_const.device.type != "cpu":
+            return  # it has no value, or one that takes waiting for the device
+        if norm_const == 0 and not mask.any():
+            return
+    if norm_const is not None and not norm_const > 0:
+        raise ValueError(f"norm_const = {norm_const} must be positive")
+
+
+def _per_token(advantages: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
+    """Spread advantages [B] over tokens [B, T], or take [B, T]; 0 where the mask is."""
+    if logp.shape != mask.shape or advantages.shape not in (logp.shape, logp.shape[:1]):
+        shapes = [list(x.shape) for x in (logp, mask, advantages)]
+        raise ValueError(
+            f"logp, mask and advantages are {shapes}, need [B, T] twice, and [B] or [B, T]"
+        )
+    advantages = advantages.to(logp.device, logp.dtype)
+    advantages = advantages[:, None].expand_as(logp) if advantages.ndim == 1 else advantages
+    return torch.where(mask.bool(), advantages, 0.0)
 
 
 def reinforce_loss(
@@ -189,8 +216,7 @@ def reinforce_loss(
         advantages: [B], or [B, T].
         mask, mode, norm_const: as in `aggregate_loss`.
     """
-    weights = torch.where(mask.bool(), _per_token(advantages, logp), 0.0)
-    return aggregate_loss(-weights * logp, mask, mode, norm_const)
+    return aggregate_loss(-_per_token(advantages, logp, mask) * logp, mask, mode, norm_const)
 
 
 # long: its arguments are most of it
@@ -215,9 +241,13 @@ def clipped_surrogate_loss(
         mask, mode, norm_const: as in `aggregate_loss`.
         clip_low, clip_high: how far the ratio may fall below and rise above 1.
     """
-    # Masked entries may hold anything; an infinity or NaN there would poison the gradient.
-    advantages = torch.where(mask.bool(), _per_token(advantages, logp), 0.0)
-    ratio = torch.where(mask.bool(), logp - old_logp, 0.0).exp()
+    advantages = _per_token(advantages, logp, mask)
+    if old_logp.shape != logp.shape:
+        raise ValueError(f"old_logp {list(old_logp.shape)} does not fit logp {list(logp.shape)}")
+    # Masked entries may hold anything; an infinity or NaN there would poison the gradient. So would
+    # an infinite ratio, whose clipped gradient is 0 times infinity.
+    largest = math.log(torch.finfo(logp.dtype).max) / 2
+    ratio = torch.where(mask.bool(), logp - old_logp, 0.0).clamp(max=largest).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     return aggregate_loss(
         -torch.minimum(ratio * advantages, clipped * advantages), mask, mode, norm_const
@@ -368,6 +398,8 @@ def _practice(tasks: Sequence[Task], tok: Tokenizer, rng: random.Random) -> Iter
 @torch.no_grad()
 def snap_weights(model: nn.Module, grid: float = 2.0**-16) -> None:
     """Round all weights to multiples of `grid`, a power of two, in place."""
+    if not 0 < grid < math.inf or math.frexp(grid)[0] != 0.5:
+        raise ValueError(f"grid = {grid} must be a power of two")
     for p in model.parameters():
         p.copy_((p / grid).round() * grid)
 
@@ -495,7 +527,7 @@ def sample_step(
 
 def zero_advantage_groups(rewards: Tensor, group_size: int) -> Tensor:
     """Tell which groups have equal rewards, and so no gradient: [B] -> bool [B / group_size]."""
-    groups = rewards.view(-1, group_size)
+    groups = _groups(rewards, group_size)
     return groups.amax(1) == groups.amin(1)
 
 
@@ -583,7 +615,7 @@ def _resume(
     """Put a checkpoint into model, optimizer and generator; return it, or {} if there is none."""
     if path is None or not path.exists():
         return {}
-    state = torch.load(path, weights_only=True)
+    state = torch.load(path, map_location="cpu", weights_only=True)
     for key, value in run.items():
         if state.get(key) != value:
             raise ValueError(f"{path.name} has {key} = {state.get(key)}, this run has {value}")

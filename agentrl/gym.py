@@ -369,7 +369,10 @@ class Tokenizer:
     def __init__(self, goal_words: Iterable[str], program_tokens: Iterable[str]) -> None:
         program = sorted(set(program_tokens))
         goal = sorted({f"'{word}" for word in goal_words})
-        self.tokens = [*_MARKERS, *ACTIONS, *_ANSWERS, *goal, *program]
+        fixed = (*_MARKERS, *ACTIONS, *_ANSWERS)
+        for word in sorted({*program} & {*fixed, *goal}):
+            raise ValueError(f"program token {word!r} has another meaning already")
+        self.tokens = [*fixed, *goal, *program]
         self.program_tokens = frozenset(program)
         self.pad_id = 0
         self._ids = {token: i for i, token in enumerate(self.tokens)}
@@ -425,7 +428,8 @@ class BugFixEnv:
         info: the task, the count of each action and of errors, and whether the episode was cut.
 
     Raises:
-        ValueError: if the prompt alone fills `max_tokens`.
+        ValueError: if the prompt alone fills `max_tokens`, or the vocabulary lacks a word of the
+            task.
     """
 
     def __init__(self, task: Task, tok: Tokenizer, max_tokens: int = 256) -> None:
@@ -434,6 +438,8 @@ class BugFixEnv:
         if max_tokens <= len(prompt):
             raise ValueError(f"max_tokens = {max_tokens} must exceed the prompt's {len(prompt)}")
         self._prompt = tok.encode(prompt)
+        # All that a tool may answer, so that no step fails for want of a word.
+        tok.encode([*task.program, *(f"t{i}" for i in range(1, len(task.tests) + 1))])
         self.reset()
 
     def reset(self) -> list[int]:

@@ -121,6 +121,8 @@ def checkpointed_log_probs(
             vocabulary.
     """
     _check_head(hidden, weight, ids)
+    if ids.ndim < 2:
+        raise ValueError(f"ids {list(ids.shape)} must be [B, T]")
     _kept(ids, None, len(weight))
     if chunk_size < 1:
         raise ValueError(f"chunk_size = {chunk_size} must be at least 1")
@@ -757,6 +759,8 @@ def fused_policy_loss(
     clip = math.inf if clip is None else clip
     clip = (clip, clip) if isinstance(clip, int | float) else clip
     _check_policy(ids, advantages, old_logp, clip, ref_logp)
+    if kl_coef and ref_logp is None:
+        raise ValueError(f"kl_coef = {kl_coef} needs ref_logp, the log-probs of the reference")
     mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
     rows = _kept(ids, mask, len(weight))
     h, i = _flat(hidden, rows, hidden.shape[-1]), _flat(ids, rows).long()

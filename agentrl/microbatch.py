@@ -6,6 +6,7 @@ What bounds memory, a count of sequences or a count of tokens?
 
 import bisect
 import heapq
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -260,12 +261,24 @@ def rank_imbalance(
     Returns:
         The slowest rank's cost over the mean, and the sum over k of the costliest k-th microbatch
         of any rank over the same mean.
+
+    Raises:
+        ValueError, TypeError: unusable lengths or costs, no microbatch at all, an empty one, or an
+            index outside `lengths`.
     """
     sizes = _check_lengths(lengths, max_tokens=2**63 - 1)
-    cost = cost or sequence_cost()
+    for r, rank in enumerate(ranks):
+        for b, batch in enumerate(rank):
+            if not len(batch) or not 0 <= min(batch) <= max(batch) < len(sizes):
+                raise ValueError(
+                    f"ranks[{r}][{b}] = {list(batch)} needs indices from 0 to {len(sizes) - 1}"
+                )
+    if not any(map(len, ranks)):
+        raise ValueError("ranks has no microbatch")
+    price = _check_costs(sizes, cost or sequence_cost())
     loads = []
     for rank in ranks:
-        rows = [[cost(sizes[i]) for i in batch] for batch in rank]
+        rows = [[price[sizes[i]] for i in batch] for batch in rank]
         loads.append([sum(row) if packed else len(row) * max(row) for row in rows])
     mean = sum(map(sum, loads)) / len(loads)
     steps = range(max(map(len, loads)))
@@ -335,10 +348,13 @@ def _even_totals(
 
 def _check_costs(sizes: list[int], cost: Callable[[int], float]) -> dict[int, float]:
     """Return the cost of each distinct length, or raise an error that names a bad one."""
-    price = {size: float(cost(size)) for size in set(sizes)}
+    price = {size: float(cost(size)) for size in sorted(set(sizes))}
     for size, value in price.items():
         if not 0 < value < math.inf:
             raise ValueError(f"cost({size}) = {value} is not a positive number")
+    for (short, less), (long, more) in itertools.pairwise(price.items()):
+        if more < less:
+            raise ValueError(f"cost({long}) = {more} is below cost({short}) = {less}: it must rise")
     return price
 
 
@@ -427,7 +443,15 @@ def draw_lengths(
 
     Returns:
         Lengths [count], int64, tokens.
+
+    Raises:
+        ValueError: naming a pair that is no such quantile.
     """
+    for k, (share, size) in enumerate(quantiles):
+        before = quantiles[k - 1] if k else (-1.0, 1.0)
+        end = (k == 0, k + 1 == len(quantiles)) == (share == 0, share == 1)
+        if not (end and before[0] < share <= 1 and before[1] <= size < math.inf):
+            raise ValueError(f"quantiles[{k}] = ({share}, {size}) does not rise from share 0 to 1")
     shares, tokens = (torch.tensor(c, dtype=torch.float64) for c in zip(*quantiles, strict=True))
     draws = torch.rand(count, generator=generator, dtype=torch.float64)
     right = torch.searchsorted(shares, draws).clamp(1, len(shares) - 1)

@@ -5,6 +5,7 @@ How much of a padded batch is waste, and what does removing it risk?
 """
 
 import heapq
+import operator
 from array import array
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from agentrl.rollout import Trajectory, check_trajectories
+from agentrl.rollout import Trajectory, _check_sample_logp, check_trajectories
 
 __all__ = [
     "block_mask",
@@ -52,12 +53,13 @@ def packing_plan(
         longest comes first. Every index occurs once.
 
     Raises:
-        TypeError: if a length is no integer.
+        TypeError: if a length or `max_tokens` is no integer.
         ValueError: for no lengths, a length below 1 or above `max_tokens`, an unknown strategy.
     """
     if strategy not in ("bfd", "ffd"):
         raise ValueError(f"strategy must be 'bfd' or 'ffd', got {strategy!r}")
-    sizes, order = _sizes(lengths, max_tokens).sort(descending=True, stable=True)
+    sizes, max_tokens = _sizes(lengths, max_tokens)
+    sizes, order = sizes.sort(descending=True, stable=True)
     values, counts = sizes.unique_consecutive(return_counts=True)
     place = _best_fit if strategy == "bfd" else _first_fit
     row_of = torch.frombuffer(
@@ -68,22 +70,30 @@ def packing_plan(
     return [by_row[a:b] for a, b in zip([0, *ends], ends, strict=False)]
 
 
-def _sizes(lengths: Sequence[int] | Tensor, max_tokens: int) -> Tensor:
-    """Check lengths and return them as an int64 tensor [n] on the CPU."""
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} = {value!r} is no integer") from None
+
+
+def _sizes(lengths: Sequence[int] | Tensor, max_tokens: int) -> tuple[Tensor, int]:
+    """Check both; return the lengths as an int64 tensor [n] on the CPU, and `max_tokens`."""
+    max_tokens = _integer("max_tokens", max_tokens)
     if len(lengths) == 0:
         raise ValueError("lengths is empty: there is nothing to pack")
     if isinstance(lengths, Tensor):
         lengths = lengths.tolist()
     try:
         sizes = torch.frombuffer(array("q", lengths), dtype=torch.int64)
-    except TypeError:
-        index = next(i for i, n in enumerate(lengths) if not hasattr(n, "__index__"))
-        raise TypeError(f"lengths[{index}] = {lengths[index]!r} is no integer") from None
+    except (TypeError, OverflowError):
+        whole = [_integer(f"lengths[{i}]", n) for i, n in enumerate(lengths)]
+        sizes = torch.tensor([max(0, min(n, 2**63 - 1)) for n in whole])
     if sizes.min() < 1 or sizes.max() > max_tokens:
         index = int(((sizes < 1) | (sizes > max_tokens)).nonzero()[0])
         reason = "is below 1" if sizes[index] < 1 else f"exceeds max_tokens = {max_tokens}"
-        raise ValueError(f"lengths[{index}] = {sizes[index].item()} {reason}")
-    return sizes
+        raise ValueError(f"lengths[{index}] = {int(lengths[index])} {reason}")
+    return sizes, max_tokens
 
 
 # long: the loop and its book-keeping belong together
@@ -171,8 +181,8 @@ def packing_bound(lengths: Sequence[int] | Tensor, max_tokens: int) -> int:
     Raises:
         TypeError, ValueError: as `packing_plan`.
     """
-    C = max_tokens
-    sizes, counts = _sizes(lengths, C).unique(return_counts=True)
+    sizes, C = _sizes(lengths, max_tokens)
+    sizes, counts = sizes.unique(return_counts=True)
     tokens = sizes * counts
     best = -(-int(tokens.sum()) // C)
     for k in range(1, 33):
@@ -210,11 +220,12 @@ def pack_sequences(trajs: Sequence[Trajectory], max_tokens: int, pad_id: int = 0
         `ids[segment_ids >= 0]`.
 
     Raises:
-        ValueError: naming the index of a trajectory that is malformed or too long.
+        ValueError: naming the index of a trajectory that is malformed, too long, or whose
+            `sample_logp` is not finite at a policy token.
     """
     _check(trajs)
     lengths = [len(traj.ids) for traj in trajs]
-    rows = packing_plan(lengths, max_tokens)
+    rows, max_tokens = packing_plan(lengths, max_tokens), int(max_tokens)
     ids, device = [traj.ids for traj in trajs], trajs[0].ids.device
     spare = [max_tokens - sum(lengths[i] for i in row) for row in rows]
     sizes = torch.tensor([0, *(lengths[i] for row in rows for i in row)], device=device)
@@ -233,6 +244,8 @@ def pack_sequences(trajs: Sequence[Trajectory], max_tokens: int, pad_id: int = 0
     # After each sequence comes one 0, since its last token predicts nothing here.
     masks = lay_out([traj.action_mask for traj in trajs], 0, 1).bool()
     logps = lay_out([traj.sample_logp for traj in trajs], 0.0, 1)
+    if (masks & ~logps.isfinite()).any():
+        _check_sample_logp(trajs)  # says where
     return {
         "ids": lay_out(ids, pad_id),
         "position_ids": lay_out([ramp[:n] for n in lengths], 0),
@@ -320,6 +333,7 @@ class _SegmentAttention(TorchFunctionMode):
     def __init__(self, lengths: list[int]) -> None:
         super().__init__()
         self.lengths, self.calls = lengths, 0
+        self.grad = torch.is_grad_enabled()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -339,6 +353,11 @@ class _SegmentAttention(TorchFunctionMode):
         is_causal: bool = False,
         **options: Any,  # scale, enable_gqa
     ) -> Tensor:
+        if self.grad and not torch.is_grad_enabled():
+            raise RuntimeError(
+                "the model attends without gradients, as reentrant checkpoints do, which would "
+                "attend again in the backward pass without these segments: use attention='mask'"
+            )
         if attn_mask is not None or dropout_p or not (is_causal or query.shape[-2] == 1):
             given = "no" if attn_mask is None else "a"
             raise RuntimeError(
@@ -372,7 +391,7 @@ def packed_logits(
         ValueError: if the shapes differ, or for another `attention`.
         RuntimeError: for `segments` with a model that does not attend by
             `torch.nn.functional.scaled_dot_product_attention`, or that asks it for a mask of its
-            own, for dropout, or for attention that is not causal.
+            own, for dropout, or for attention that is not causal; or with reentrant checkpoints.
     """
     if not ids.shape == position_ids.shape == segment_ids.shape:
         shapes = [list(x.shape) for x in (ids, position_ids, segment_ids)]

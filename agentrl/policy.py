@@ -126,6 +126,15 @@ class Block(nn.Module):
         return x + self.down(F.relu(self.up(self.norm2(x))))
 
 
+def _check_ids(ids: Tensor, size: int, name: str = "ids") -> None:
+    # On CUDA the look-up itself checks, without waiting for the device.
+    if type(ids) is not Tensor or ids.device.type != "cpu" or not ids.numel():
+        return  # a fake tensor has no values
+    if not 0 <= ids.min() <= ids.max() < size:
+        index = ((ids < 0) | (ids >= size)).nonzero()[0].tolist()
+        raise ValueError(f"{name}{index} = {ids[tuple(index)].item()} is outside 0..{size - 1}")
+
+
 # long: the model; cutting it in two would hide that it is whole
 class TinyAgent(nn.Module):
     """A decoder-only transformer with learned absolute positions.
@@ -157,11 +166,12 @@ class TinyAgent(nn.Module):
         if d_model % n_heads:
             raise ValueError(f"d_model = {d_model} is not a multiple of n_heads = {n_heads}")
         self.max_len = max_len
-        self.token = nn.Embedding(vocab_size, d_model)
-        self.position = nn.Embedding(max_len, d_model)
-        self.blocks = nn.ModuleList(Block(d_model, n_heads) for _ in range(n_layers))
-        self.norm = nn.LayerNorm(d_model, bias=False)
-        self.lm_head = nn.Linear(d_model, vocab_size, bias=False)
+        with torch.random.fork_rng(devices=[]):  # the layers draw weights that are not kept
+            self.token = nn.Embedding(vocab_size, d_model)
+            self.position = nn.Embedding(max_len, d_model)
+            self.blocks = nn.ModuleList(Block(d_model, n_heads) for _ in range(n_layers))
+            self.norm = nn.LayerNorm(d_model, bias=False)
+            self.lm_head = nn.Linear(d_model, vocab_size, bias=False)
         self.to(dtype)
         self._initialise(torch.Generator().manual_seed(seed))
 
@@ -202,14 +212,22 @@ class TinyAgent(nn.Module):
                 end to end, and `counts[b]` of them are row b's. By default T in each row.
 
         Raises:
-            ValueError: if a sequence would exceed `max_len`, or `counts` do not fit.
+            ValueError: if a sequence would exceed `max_len`, an id is outside the vocabulary, or
+                `counts` or a mask do not fit the cache.
         """
         B, T = ids.shape
         if cache is None:
+            _check_ids(ids, self.token.num_embeddings)
             new, places = None, torch.arange(T, device=ids.device)
             if position_ids is None and ids.shape[1] > self.max_len:
                 raise ValueError(f"{T} positions exceed max_len = {self.max_len}")
+            if position_ids is not None:
+                _check_ids(position_ids, self.max_len, "position_ids")
+            if counts is not None:
+                raise ValueError(f"counts = {counts} belong to a cache, and there is none")
         else:
+            if attention_mask is not None:
+                raise ValueError("attention_mask does not go with a cache, whose rows are causal")
             counts = [T] * B if counts is None else counts
             if len(counts) != len(cache.lengths) or sum(counts) != B * T:
                 held = f"{B * T} tokens and {len(cache.lengths)} rows"
@@ -260,13 +278,6 @@ def selected_log_probs(logits: Tensor, ids: Tensor) -> Tensor:
     return logits.gather(-1, ids[..., None])[..., 0] - logits.logsumexp(-1)
 
 
-def _check_ids(ids: Tensor, vocab_size: int) -> None:
-    # On CUDA the look-up itself checks, without waiting for the device.
-    if ids.device.type == "cpu" and ids.numel() and not 0 <= ids.min() <= ids.max() < vocab_size:
-        index = ((ids < 0) | (ids >= vocab_size)).nonzero()[0].tolist()
-        raise ValueError(f"ids{index} = {ids[tuple(index)].item()} is outside 0..{vocab_size - 1}")
-
-
 def sequence_log_probs(model: nn.Module, ids: Tensor) -> Tensor:
     """Return the log-probability of every token after the first, given those before it.
 
@@ -278,11 +289,13 @@ def sequence_log_probs(model: nn.Module, ids: Tensor) -> Tensor:
         [B, T-1]; entry t scores token t + 1.
 
     Raises:
-        ValueError: if a sequence has no second token.
+        ValueError: if a sequence has no second token, or an id is outside the vocabulary.
     """
     if ids.ndim != 2 or ids.shape[1] < 2:
         raise ValueError(f"ids {list(ids.shape)} must be [B, T] with T >= 2")
-    return selected_log_probs(model(ids[:, :-1]), ids[:, 1:])
+    logits = model(ids[:, :-1])
+    _check_ids(ids, logits.shape[-1])
+    return selected_log_probs(logits, ids[:, 1:])
 
 
 def chunked_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, chunk_size: int) -> Tensor:
@@ -299,11 +312,13 @@ def chunked_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, chunk_size: i
         log p(id) in nats, [B, T].
 
     Raises:
-        ValueError: if `chunk_size` is below 1, or the shapes differ.
+        ValueError: if `chunk_size` is below 1, the shapes differ, or an id is outside the
+            vocabulary.
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size = {chunk_size} must be at least 1")
     if hidden.shape[:2] != ids.shape:
         raise ValueError(f"hidden {list(hidden.shape)} does not fit ids {list(ids.shape)}")
+    _check_ids(ids, len(weight))
     chunks = zip(hidden.split(chunk_size, 1), ids.split(chunk_size, 1), strict=True)
     return torch.cat([selected_log_probs(F.linear(h, weight), i) for h, i in chunks], dim=1)

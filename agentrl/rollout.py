@@ -4,6 +4,7 @@
 What does sampling cost, and which tokens are the policy's?
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -69,6 +70,8 @@ def _draw(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[list[int
     """
     logp = (logits.cpu().double() / temperature).log_softmax(-1)
     cumulative = logp.exp().cumsum(-1)
+    for row in cumulative[:, -1].isnan().nonzero()[:, 0].tolist():
+        raise ValueError(f"logits[{row}] are no distribution (NaN or infinite): has it diverged?")
     # At most 1 - 2**-53 of the total: in float64 always below it, so some token is drawn.
     target = uniform[:, None] * cumulative[:, -1:]
     token = torch.searchsorted(cumulative, target, right=True)
@@ -110,9 +113,12 @@ def pad_rows(rows: Sequence[Tensor], width: int, value: float) -> Tensor:
     """Stack rows of different lengths, filled up on the right with `value`: [B, width].
 
     Raises:
-        ValueError: if a row is longer than `width`.
+        ValueError: if there are no rows, or one is longer than `width`.
     """
-    out = rows[0].new_full((len(rows), width), value)
+    if not rows:
+        raise ValueError("rows is empty: there is nothing to stack")
+    dtype = functools.reduce(torch.promote_types, {row.dtype for row in rows})
+    out = rows[0].new_full((len(rows), width), value, dtype=dtype)
     for index, row in enumerate(rows):
         if len(row) > width:
             raise ValueError(f"rows[{index}] has {len(row)} entries, more than width = {width}")
@@ -208,7 +214,7 @@ def check_trajectories(trajs: Sequence[Trajectory], min_tokens: int = 2) -> None
             if not isinstance(value, Tensor):
                 kind = type(value).__name__
                 raise TypeError(f"trajs[{index}].{name} must be a tensor, is {kind}")
-        tokens = len(traj.ids)
+        tokens = traj.ids.numel()
         if traj.ids.ndim != 1 or tokens < min_tokens:
             shape = list(traj.ids.shape)
             raise ValueError(f"trajs[{index}].ids has shape {shape}, needs [T >= {min_tokens}]")
@@ -225,6 +231,14 @@ def check_trajectories(trajs: Sequence[Trajectory], min_tokens: int = 2) -> None
             )
 
 
+def _check_sample_logp(trajs: Sequence[Trajectory]) -> None:
+    for i, traj in enumerate(trajs):
+        unusable = traj.action_mask.bool() & ~traj.sample_logp.isfinite()
+        for t in unusable.nonzero()[:, 0].tolist():
+            logp = traj.sample_logp[t].item()
+            raise ValueError(f"trajs[{i}].sample_logp[{t}] = {logp} is not finite")
+
+
 def collate(trajs: Sequence[Trajectory], pad_id: int) -> dict[str, Tensor]:
     """Pad trajectories to one rectangular batch.
 
@@ -237,9 +251,11 @@ def collate(trajs: Sequence[Trajectory], pad_id: int) -> dict[str, Tensor]:
         float64 `sample_logp` [B, T - 1] and `rewards` [B].
 
     Raises:
-        ValueError: naming the index of a trajectory that is malformed.
+        ValueError: naming the index of a trajectory that is malformed, or whose `sample_logp` is
+            not finite at a policy token.
     """
     check_trajectories(trajs)
+    _check_sample_logp(trajs)
     lengths = torch.tensor([len(traj.ids) for traj in trajs])
     width = int(lengths.max())
     return {

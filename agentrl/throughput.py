@@ -8,6 +8,7 @@ import argparse
 import inspect
 import json
 import math
+import operator
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -149,6 +150,9 @@ def _check_shape(shape: "ModelShape") -> None:
             raise ValueError(f"{name} = {getattr(shape, name)} must be at least 1")
     if not shape.windows:
         raise ValueError("windows is empty: it needs one entry per layer")
+    for i, window in enumerate(shape.windows):
+        if window is not None and window < 1:
+            raise ValueError(f"windows[{i}] = {window} must be at least 1")
     if shape.sparse and len(shape.sparse) != len(shape.windows):
         raise ValueError(f"sparse has {len(shape.sparse)} layers, windows {len(shape.windows)}")
     if shape.heads % shape.kv_heads:
@@ -225,12 +229,20 @@ _ARCHITECTURES = (
 
 
 def _getter(config: Any, kind: str) -> Any:
-    def get(name: str, *other: Any) -> Any:
-        read = config.get if isinstance(config, Mapping) else partial(getattr, config)
-        value = read(name, None)
-        if value is None and not other:
-            raise ValueError(f"the {kind} config lacks {name!r}")
-        return other[0] if value is None else value
+    read = config.get if isinstance(config, Mapping) else partial(getattr, config)
+
+    def get(name: str, *other: Any, null: Any = None) -> Any:
+        """Read a field; `other` stands for an absent one and, without `null`, for None."""
+        value = read(name, absent := object())
+        if value is None and null is not None:
+            return null
+        if value is None or value is absent:
+            if not other:
+                raise ValueError(f"the {kind} config lacks {name!r}")
+            return other[0]
+        if isinstance(value, str) and name != "model_type":
+            raise TypeError(f"{name} = {value!r} is a text")
+        return value
 
     return get
 
@@ -271,7 +283,7 @@ def _heads(get: Any, kind: str, d_model: int, heads: int) -> dict[str, int]:
         rope = get("qk_rope_head_dim")
         shape = {"head_dim": get("qk_nope_head_dim") + rope, "rope_dim": rope}
         shape |= {"v_dim": get("v_head_dim"), "kv_heads": heads}
-        return shape | {"kv_lora": get("kv_lora_rank"), "q_lora": get("q_lora_rank", 0)}
+        return shape | {"kv_lora": get("kv_lora_rank"), "q_lora": get("q_lora_rank", null=0)}
     # Where a class has a fixed default of its own, the config must say the width.
     divided = () if kind.startswith(("gemma", "qwen3")) else (d_model // heads,)
     default = (heads,) if kind == "llama" else ()
@@ -285,6 +297,8 @@ def _windows(get: Any, kind: str) -> tuple[int | None, ...]:
     layers = range(get("num_hidden_layers"))
     types = get("layer_types", None)
     if types is not None:
+        if len(types) != len(layers):
+            raise ValueError(f"layer_types has {len(types)}, num_hidden_layers = {len(layers)}")
         for i, name in enumerate(types):
             if name not in ("full_attention", "sliding_attention"):
                 raise ValueError(f"layer_types[{i}] = {name!r}: missing is how it computes")
@@ -316,10 +330,10 @@ def _experts(get: Any, kind: str, layers: int) -> dict[str, Any]:
             found |= {"shared_ffn": get("shared_expert_intermediate_size"), "shared_gate": True}
     elif kind.startswith("deepseek"):
         found = {"experts": get("n_routed_experts"), "expert_ffn": get("moe_intermediate_size")}
-        found["shared_ffn"] = get("n_shared_experts", 0) * found["expert_ffn"]
+        found["shared_ffn"] = get("n_shared_experts", null=0) * found["expert_ffn"]
         if get("moe_layer_freq", 1) != 1:
             raise ValueError(f"moe_layer_freq = {get('moe_layer_freq')}: missing is which layers")
-        sparse = [i >= get("first_k_dense_replace", 0) for i in range(layers)]
+        sparse = [i >= get("first_k_dense_replace") for i in range(layers)]
     else:
         return {}
     return found | {"top_k": get("num_experts_per_tok"), "sparse": tuple(sparse)}
@@ -333,15 +347,28 @@ def causal_pairs(lengths: Iterable[int], window: int | None = None) -> int:
         window: a query sees at most this many keys, itself included; by default all before it.
 
     Raises:
-        ValueError: naming the index of a negative length.
+        ValueError, TypeError: naming a length that is negative or no integer, or a window below 1.
     """
+    if window is not None and window < 1:
+        raise ValueError(f"window = {window} must be at least 1")
     pairs = 0
-    for index, s in enumerate(lengths):
-        if s < 0:
-            raise ValueError(f"lengths[{index}] = {s} is negative")
-        seen = min(s, window or s)
+    for s in _counts(lengths):
+        seen = s if window is None else min(s, window)
         pairs += seen * (seen + 1) // 2 + (s - seen) * seen
     return pairs
+
+
+def _counts(lengths: Iterable[int]) -> list[int]:
+    """Return lengths as Python's integers, which do not overflow."""
+    counts = []
+    for index, s in enumerate(lengths):
+        try:
+            counts.append(operator.index(s))
+        except TypeError:
+            raise TypeError(f"lengths[{index}] = {s!r} is no integer") from None
+        if counts[-1] < 0:
+            raise ValueError(f"lengths[{index}] = {counts[-1]} is negative")
+    return counts
 
 
 def forward_flops(shape: ModelShape, lengths: Sequence[int], *, pairs: str = "causal") -> int:
@@ -357,10 +384,11 @@ def forward_flops(shape: ModelShape, lengths: Sequence[int], *, pairs: str = "ca
         FLOPs of the matrix products. Norms, softmax and rotations are not counted.
 
     Raises:
-        ValueError: if `pairs` is neither.
+        ValueError, TypeError: if `pairs` is neither, or naming a length that is none.
     """
     if pairs not in ("causal", "square"):
         raise ValueError(f"pairs = {pairs!r} is neither 'causal' nor 'square'")
+    lengths = _counts(lengths)
     total = 2 * matmul_weights(shape) * sum(lengths)
     per_pair = 2 * shape.heads * (shape.head_dim + shape.value_dim)
     for window in set(shape.windows):
@@ -451,8 +479,8 @@ class Estimate(float):
     unit: str
     assumptions: dict[str, Any]
 
-    def __new__(cls, value: float, unit: str, **assumptions: Any) -> "Estimate":
-        """Make the number."""
+    def __new__(cls, value: float, unit: str = "", **assumptions: Any) -> "Estimate":
+        """Make the number; a copy sets its attributes afterwards."""
         self = super().__new__(cls, value)
         self.unit, self.assumptions = unit, assumptions
         return self
@@ -618,10 +646,13 @@ def prefill_tokens(
     """
     _share(turn_reuse=turn_reuse, group_reuse=group_reuse)
     _positive(tokens=tokens, turns=turns, group_size=group_size)
+    for name, count in (("turns", turns), ("group_size", group_size)):
+        if count < 1:
+            raise ValueError(f"{name} = {count} must be at least 1")
     if not 0 <= policy_tokens <= tokens:
         raise ValueError(f"policy_tokens = {policy_tokens} must be between 0 and tokens = {tokens}")
     tools = tokens - policy_tokens - prompt_tokens
-    if prompt_tokens < 0 or tools < 0:
+    if not (prompt_tokens >= 0 and tools >= 0):
         raise ValueError(
             f"prompt_tokens = {prompt_tokens} must be between 0 and {tokens - policy_tokens}, "
             "the tokens that are not sampled"
@@ -703,8 +734,8 @@ def step_cost(
     assumptions = {name: value for name, value in locals().items() if name not in ("shape", "gpu")}
     _positive(episodes=episodes, busy=busy, mfu=mfu, prefill_mfu=prefill_mfu)
     _share(busy=busy)
-    if old_passes < 0:
-        raise ValueError(f"old_passes = {old_passes} is negative")
+    if not 0 <= old_passes < math.inf:
+        raise ValueError(f"old_passes = {old_passes} is negative or not finite")
     reads = prefill_tokens(
         tokens,
         policy_tokens,
@@ -778,11 +809,11 @@ def measure_accelerator(
     flops = {}
     for dtype in dtypes:
         a = torch.ones(size, size, dtype=dtype, device=device)
-        seconds = _best(lambda a=a: a @ a, gpu, repeats)
+        seconds = _best(lambda a=a: a @ a, device, repeats)
         flops[str(dtype).removeprefix("torch.")] = 2 * size**3 / seconds
     source = torch.ones(copy_bytes, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    bandwidth = 2 * copy_bytes / _best(lambda: target.copy_(source), gpu, repeats)
+    bandwidth = 2 * copy_bytes / _best(lambda: target.copy_(source), device, repeats)
     memory = torch.cuda.get_device_properties(device).total_memory if gpu else 0
     name = torch.cuda.get_device_name(device) if gpu else f"CPU, {torch.get_num_threads()} threads"
     return Accelerator(
@@ -795,13 +826,13 @@ def measure_accelerator(
     )
 
 
-def _best(run: Any, gpu: bool, repeats: int) -> float:
+def _best(run: Any, device: str, repeats: int) -> float:
     best = math.inf
     for _ in range(repeats + 1):
         start = time.perf_counter()
         run()
-        if gpu:
-            torch.cuda.synchronize()
+        if torch.device(device).type == "cuda":
+            torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - start)
     return best
 
@@ -841,7 +872,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
         if not isinstance(config, dict):
             raise ValueError("it holds no JSON object")
         shape = ModelShape.from_config(config)
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         parser.error(f"--config {path}: {reason}")
     try:

@@ -1,11 +1,16 @@
-"""Notebooks made for a test."""
+"""Notebooks made for a test, and how properties are tested."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import nbformat
 import pytest
+from hypothesis import settings
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+# One for all files: a profile that a file loads would hold for those imported after it.
+settings.register_profile("agentrl", deadline=None, derandomize=True)
+settings.load_profile("agentrl")
 
 Make = Callable[..., Path]
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from agentrl.accumulation import (
     _episode_loss,
@@ -50,7 +51,7 @@ def gradient(logp, advantages, mask, split, mode, norm):
     return total, leaf.grad
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     mode=st.sampled_from(LOSS_AGG_MODES),
     B=st.integers(1, 12),
@@ -198,6 +199,23 @@ def test_bad_input_is_named():
 
 
 # Ranks --------------------------------------------------------------------------------------------
+
+
+def test_the_loss_of_a_microbatch_stays_what_it_was():
+    model, kept = torch.nn.Linear(1, 1).double(), []
+
+    def loss_fn(x):
+        kept.append(model(x).sum())
+        return kept[-1]
+
+    total = accumulate_gradients(model, loss_fn, [torch.ones(1, 1).double()])
+    assert total.data_ptr() != kept[0].data_ptr()  # ranks add up in place
+
+
+def test_the_older_sharding_is_refused():
+    model = object.__new__(FullyShardedDataParallel)
+    with pytest.raises(TypeError, match="shard it by fully_shard"):
+        accumulate_gradients(model, lambda x: x, [1])
 
 
 def torchrun(ranks, *command):

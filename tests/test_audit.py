@@ -1,6 +1,7 @@
 """The checks find what is planted, where it is planted, and nothing in right trainers."""
 
 import math
+import sys
 from functools import cache
 from typing import Any
 
@@ -13,9 +14,6 @@ from torch.nn import functional as F
 
 import agentrl as arl
 from agentrl import audit
-
-settings.register_profile("audit", deadline=None, max_examples=25)
-settings.load_profile("audit")
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 plants = cache(arl.planted_faults)
@@ -75,6 +73,17 @@ def test_the_table_has_every_public_report_and_every_check() -> None:
     assert {int(p.fault.split()[0]) for p in faults if p.fault[0].isdigit()} == set(range(1, 17))
     assert {p.check for p in faults} == {n for n in audit.__all__ if n.endswith("_check")}
     assert len({p.fault for p in faults}) == len(faults)
+
+
+def test_the_table_needs_no_library_and_its_runs_no_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = torch.get_rng_state()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "transformers", None)
+        table = {plant.fault: plant for plant in arl.planted_faults()}
+        assert not table["11 mean alone"].run(True)
+    for fault in ("1 mask of ones", "14 embedding counted", "dropout in one pass"):
+        assert not table[fault].run(True)
+    assert torch.equal(state, torch.get_rng_state())
 
 
 def test_no_two_plants_are_the_same_run() -> None:
@@ -194,6 +203,7 @@ def test_a_sampler_in_a_coarser_type_has_to_be_named() -> None:
     assert arl.step_zero_ratio_check(fn, coarse, sampler_dtype=torch.bfloat16)
 
 
+@settings(max_examples=25)
 @given(st.integers(0, 10_000), st.sampled_from(DTYPES))
 def test_rounded_logits_are_no_alarm(seed: int, dtype: torch.dtype) -> None:
     trajs, logits = random_episodes(seed)
@@ -201,6 +211,7 @@ def test_rounded_logits_are_no_alarm(seed: int, dtype: torch.dtype) -> None:
     assert result, result
 
 
+@settings(max_examples=25)
 @given(st.integers(0, 10_000), st.sampled_from(DTYPES), st.integers(1, 8))
 def test_rounded_gradients_are_no_alarm(seed: int, dtype: torch.dtype, k: int) -> None:
     draws = generator(seed)
@@ -218,6 +229,15 @@ def test_rounded_gradients_are_no_alarm(seed: int, dtype: torch.dtype, k: int) -
     assert result, result
 
 
+def test_equal_to_the_bit_can_be_asked_for() -> None:
+    equal = lambda b, s: torch.ones(2)  # noqa: E731
+    assert arl.split_invariance_check(equal, torch.ones(4), [2], tolerance=0.0)
+    close = lambda b, s: torch.ones(2) + (len(s) - 1) * 2.0**-23  # noqa: E731
+    assert arl.split_invariance_check(close, torch.ones(4), [2])
+    found = arl.split_invariance_check(close, torch.ones(4), [2], tolerance=0.0)
+    assert not found and found.worst == pytest.approx(2.0**-23, rel=1e-3)
+
+
 def test_a_limit_shrinks_for_a_sure_token_and_with_the_type() -> None:
     logp = torch.tensor([-5.0, -1.0, -1e-3, 0.0])
     limits = [arl.log_prob_tolerance(logp, arl.unit_roundoff(d), 2.0**-53) for d in DTYPES]
@@ -232,6 +252,7 @@ def test_a_limit_shrinks_for_a_sure_token_and_with_the_type() -> None:
 LAYOUTS = st.lists(st.integers(1, 6), min_size=2, max_size=5)
 
 
+@settings(max_examples=25)
 @given(LAYOUTS, st.integers(0, 3), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_a_state_that_crosses_a_boundary_is_found(
     lengths: list[int], padding: int, dtype: torch.dtype
@@ -391,6 +412,7 @@ def token_means(counts: list[int], seed: int) -> tuple[list[Tensor], Any]:
     return batch, grad
 
 
+@settings(max_examples=25)
 @given(st.lists(st.integers(1, 9), min_size=4, max_size=8), st.integers(0, 1000))
 def test_local_means_are_found_and_their_weight_is_named(counts: list[int], seed: int) -> None:
     counts = sorted(counts)
@@ -455,6 +477,7 @@ def test_random_and_broken_gradients_are_diagnosed() -> None:
 # Ratios
 
 
+@settings(max_examples=25)
 @given(st.integers(0, 1000), st.integers(0, 3), st.integers(0, 10))
 def test_one_wrong_token_is_found_where_it_is(seed: int, i: int, t: int) -> None:
     trajs, logits = random_episodes(seed)
@@ -558,6 +581,8 @@ def test_masked_entries_are_not_read() -> None:
         (lambda ts: [t.sample_logp for t in ts[:2]], "returned 2 rows for 4"),
         (lambda ts: [t.sample_logp[:-1] for t in ts], "for trajs[0], needs [11]"),
         (lambda ts: [t.sample_logp * math.nan for t in ts], "not finite"),
+        (lambda ts: None, "returned NoneType, which is no tensor"),
+        (lambda ts: [t.sample_logp.tolist() for t in ts], "returned list, which is no tensor"),
     ],
 )
 def test_broken_log_probs_are_diagnosed(fn: Any, says: str) -> None:
@@ -578,6 +603,7 @@ def test_equal_draws_are_judged_by_their_probability() -> None:
 # Schedules
 
 
+@settings(max_examples=25)
 @given(
     st.lists(st.integers(1, 50), min_size=4, max_size=40),
     st.integers(50, 120),
@@ -608,6 +634,8 @@ def test_schedule_questions_come_one_by_one() -> None:
     assert (over.worst, over.threshold, over.index) == (10, 9, "microbatch 0")
     assert check([[0, 1], [2]], [5, 3, 4], 9, packed=True)
     assert check([[[0]], [[1]]], [5, 3], 9, 2)
+    assert check([torch.tensor([0, 1]), torch.tensor([2])], [5, 3, 4], 10)
+    assert check([[torch.tensor([0])], [torch.tensor([1])]], [5, 3], 9, 2)
     assert "for ever" in check([[[0], [1]], [[2]]], [5, 3, 4], 9, 2).likely
     assert "filled up" in check([[[0, 1]], [[]]], [3, 3], 9, 2).likely
     assert "search for a fit" in check([[0], [1], [2]], [3, 3, 3], 9).likely
@@ -619,13 +647,25 @@ def test_schedule_questions_come_one_by_one() -> None:
 # Filters
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.2, 0.8), (-1.0, 0.5)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.0, 1.0), (0.2, 0.8), (-1.0, 0.5), (0.7, 1.0), (2 / 3, 1.0)]
+)
 def test_the_filter_of_chapter_nine_passes(low: float, high: float) -> None:
+    def finished(groups: list[list[float]], cut: list[list[bool]]) -> list[bool]:
+        return right(
+            [
+                [r for r, c in zip(group, short, strict=True) if not c]
+                for group, short in zip(groups, cut, strict=True)
+            ]
+        )
+
     def right(groups: list[list[float]]) -> list[bool]:
         inside = [bool(arl.filter_by_pass_rate([0], [g], low, high)) for g in groups]
         return [k and min(g) < max(g) for k, g in zip(inside, groups, strict=True)]
 
     found = arl.group_filter_check(right, low=low, high=high)
+    assert found, found
+    found = arl.group_filter_check(finished, low=low, high=high, truncation=True)
     assert found, found
 
 
@@ -731,6 +771,18 @@ def test_bad_input_is_refused_with_index_and_values() -> None:
         ),
         (lambda: arl.split_invariance_check(grad, torch.ones(4), []), ValueError, "empty"),
         (
+            lambda: arl.split_invariance_check(grad, torch.ones(4), [2], reference=5),
+            ValueError,
+            "reference = 5",
+        ),
+        (
+            lambda: arl.leak_check(
+                lambda x: x[:, 1:].double(), torch.tensor([[3, 5]]), torch.tensor([[0, 1]])
+            ),
+            ValueError,
+            "each has one token",
+        ),
+        (
             lambda: arl.split_invariance_check(grad, torch.ones(4), [2, [[0, 1], [1, 2, 3]]]),
             ValueError,
             r"splits\[1\] holds sequence 1 2 times",
@@ -753,6 +805,7 @@ def test_bad_input_is_refused_with_index_and_values() -> None:
         (lambda: arl.schedule_check([], [], 5), ValueError, "empty"),
         (lambda: arl.schedule_check([[[0]]], [3], 5, 2), ValueError, "1 ranks, num_ranks = 2"),
         (lambda: arl.schedule_check([[0]], [3], 0), ValueError, "max_tokens = 0"),
+        (lambda: arl.schedule_check([[0], [1]], [5, 3], 9, 2), TypeError, r"batches\[0\]\[0\] = 0"),
         (lambda: arl.head_memory_check(arl.fused_log_probs, vocab_size=100), ValueError, "100"),
         (lambda: arl.flop_count_check(1, lambda: None), ValueError, "no matrix product"),
     ]

@@ -4,6 +4,7 @@ import itertools
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -38,9 +39,6 @@ from agentrl.rollout import Trajectory, sample_groups
 TRAIN = make_tasks("train")
 TOK = build_tokenizer(make_tasks())
 SMALL = RLConfig(max_tokens=40, group_size=4, prompts_per_step=3)
-
-settings.register_profile("curriculum", deadline=None, derandomize=True, max_examples=80)
-settings.load_profile("curriculum")
 
 
 def gen(seed: int = 0) -> torch.Generator:
@@ -349,10 +347,18 @@ def test_every_task_solved_goes_on_with_revisits(monkeypatch: pytest.MonkeyPatch
     assert all("reason" not in step for step in history[:6])
 
 
-def test_every_task_solved_without_revisits_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_task_solved_without_revisits_stops(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     scripted(monkeypatch, lambda i, e, s: True)
     history = train_curriculum(tiny(), TRAIN, TOK, SMALL, 20, revisit=0)
     assert len(history) == 7 and "stopped after 7 of 20 steps" in history[-1]["reason"]
+    path = tmp_path / "run.pt"
+    options = {"revisit": 0, "checkpoint": path, "checkpoint_every": 50}
+    scripted(monkeypatch, lambda i, e, s: True)
+    assert train_curriculum(tiny(), TRAIN, TOK, SMALL, 20, **options) == history
+    assert torch.load(path, weights_only=True)["history"] == history, "the last step is saved"
+    assert train_curriculum(tiny(), TRAIN, TOK, SMALL, 20, **options) == history
 
 
 def test_every_task_solved_dynamic(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,12 +384,42 @@ def test_proportional_draws_from_all_tasks(monkeypatch: pytest.MonkeyPatch) -> N
         ({"low": 0.6, "high": 0.9, "revisit": 0}, "leaves out the start"),
         ({"low": 1.0, "high": 0.0}, "must be below"),
         ({"max_groups": -2}, "max_groups = -2"),
+        ({"max_groups": 0}, "max_groups = 0"),
         ({"checkpoint_every": 0}, "checkpoint_every = 0"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train_curriculum(tiny(), TRAIN, TOK, SMALL, 1, **options)
+
+
+@pytest.mark.parametrize("sampling", curriculum.SAMPLINGS)
+def test_no_tasks_are_refused(sampling: str) -> None:
+    with pytest.raises(ValueError, match="tasks is empty"):
+        train_curriculum(tiny(), [], TOK, SMALL, 1, sampling=sampling)
+
+
+def test_open_bounds_keep_every_group() -> None:
+    for rewards in ([-5.0, 0.0], [0.0, 10.0], [-5.0, -5.0], [0.0, 1.0], [1.0, 1.0]):
+        assert is_kept(rewards, -1, 2), rewards
+
+
+def test_weights_are_checked_and_none_takes_anothers_place() -> None:
+    for bad in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match=re.escape(f"weights[1] = {bad} is")):
+            draw_weighted([1.0, bad], 1, gen())
+    for seed in range(20):
+        assert draw_weighted([0.0, 1e-310, 0.0], 1, gen(seed)) == [1]
+
+
+def test_rewards_are_compared_by_value() -> None:
+    def sample(count: int) -> list[list[Trajectory]]:
+        ids = torch.tensor([1, 2])
+        one = lambda: Trajectory(ids, ids[1:] > 0, torch.zeros(1), torch.tensor(1.0))  # noqa: E731
+        return [[one() for _ in range(4)] for _ in range(count)]
+
+    kept, sampled, reason = fill_groups(sample, 2, 6)
+    assert not kept and len(sampled) == 6 and "0 of 2 kept" in reason
 
 
 def test_on_step_ends_a_run() -> None:
@@ -519,3 +555,16 @@ def test_workers_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     for run in one:
         assert run["scores"][-1]["episodes"] == sum(s["episodes"] for s in run["history"])
         assert all(0 <= score["pass_rate"] <= 1 for score in run["scores"])
+
+
+def test_an_arm_is_scored_at_its_end_however_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, lambda i, e, s: True)
+    monkeypatch.setattr(curriculum, "make_rl_base", lambda tok: tiny())
+    monkeypatch.setattr(curriculum, "evaluate", lambda *_, **__: {"pass_rate": 0.5, "stderr": 0.1})
+    cfg = {"max_tokens": 40, "group_size": 4, "prompts_per_step": 3}
+    run = curriculum.run_arm({"cfg": cfg, "steps": 20, "revisit": 0})
+    assert len(run["history"]) == 7
+    spent = sum(step["episodes"] for step in run["history"])
+    assert [score["episodes"] for score in run["scores"]] == [spent]
+    with pytest.raises(ValueError, match="checkpoint"):
+        curriculum.run_arm({"cfg": cfg, "steps": 1, "checkpoint": "run.pt"})

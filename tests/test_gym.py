@@ -47,9 +47,6 @@ TWICE = dataclasses.replace(SUM_TWO, name="own/twice", program=("return", "a", "
 TOK = build_tokenizer([*TASKS, SUM_TWO])
 IDS = [task.name for task in TASKS]
 
-settings.register_profile("gym", deadline=None, derandomize=True)
-settings.load_profile("gym")
-
 
 def repaired(task: gym.Task) -> tuple[str, ...]:
     return tuple(task.fix[1] if token == task.fix[0] else token for token in task.program)
@@ -780,6 +777,21 @@ def test_a_task_of_another_vocabulary_is_refused() -> None:
     small = Tokenizer(["other"], ["return"])
     with pytest.raises(ValueError, match=re.escape('words[1] = "\'sum"')):
         BugFixEnv(SUM_TWO, small)
+
+
+def test_no_step_lacks_a_word() -> None:
+    seven = dataclasses.replace(SUM_TWO, tests=SUM_TWO.tests[:1] * 7)
+    with pytest.raises(ValueError, match=re.escape("'t7' is not in the vocabulary")):
+        BugFixEnv(seven, TOK)
+    foreign = dataclasses.replace(SUM_TWO, program=("return", "elsewhere"))
+    with pytest.raises(ValueError, match=re.escape("words[1] = 'elsewhere'")):
+        BugFixEnv(foreign, TOK)
+
+
+@pytest.mark.parametrize("word", ["LOOK", "done", "t1", "<end>", "'sum"])
+def test_a_word_has_one_meaning(word: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"program token {word!r}")):
+        Tokenizer(["sum"], ["return", word])
 
 
 def test_make_env_passes_the_limit_on() -> None:

@@ -120,7 +120,6 @@ def test_the_packed_example_is_optimal(long_tail):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@settings(deadline=None)
 @given(problem=problems())
 def test_cap_and_partition(problem, packed):
     lengths, max_tokens = problem
@@ -129,7 +128,6 @@ def test_cap_and_partition(problem, packed):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@settings(deadline=None)
 @given(problem=problems())
 def test_longest_first(problem, packed):
     lengths, max_tokens = problem
@@ -141,7 +139,6 @@ def test_longest_first(problem, packed):
     assert firsts == sorted(firsts, reverse=True)
 
 
-@settings(deadline=None)
 @given(problem=problems(most=60))
 def test_packed_needs_as_few_as_first_fit_decreasing(problem):
     lengths, max_tokens = problem
@@ -149,7 +146,7 @@ def test_packed_needs_as_few_as_first_fit_decreasing(problem):
     assert len(batches) == first_fit_decreasing(lengths, max_tokens)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=problems(most=6, longest=20))
 def test_padded_needs_the_fewest_of_all_schedules(problem):
     lengths, max_tokens = problem
@@ -167,7 +164,6 @@ def test_padded_needs_the_fewest_of_all_schedules(problem):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@settings(deadline=None)
 @given(problem=problems(), data=st.data())
 def test_a_forced_number_never_breaks_the_cap(problem, packed, data):
     lengths, max_tokens = problem
@@ -323,7 +319,6 @@ def test_no_sequences_no_microbatches():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@settings(deadline=None)
 @given(
     problem=problems(),
     num_ranks=st.integers(1, 6),
@@ -366,7 +361,6 @@ def test_random_tails_stay_under_the_cap(packed, cost):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@settings(deadline=None)
 @given(problem=problems(), num_ranks=st.integers(1, 5))
 def test_costliest_first_on_every_rank(problem, packed, num_ranks):
     lengths, max_tokens = problem
@@ -384,7 +378,7 @@ def test_costliest_first_on_every_rank(problem, packed, num_ranks):
             assert inside == sorted(inside, reverse=True)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(problem=problems(most=12), seed=st.integers(0, 1000))
 def test_no_other_order_has_a_shorter_lockstep(problem, seed):
     lengths, max_tokens = problem
@@ -400,7 +394,6 @@ def test_no_other_order_has_a_shorter_lockstep(problem, seed):
     assert other[1] >= best[1] * (1 - 1e-12)
 
 
-@settings(deadline=None)
 @given(problem=problems(), num_ranks=st.integers(2, 4), weight=st.sampled_from([0.001, 0.1, 10]))
 def test_trades_help_and_never_lengthen_the_lockstep(problem, num_ranks, weight):
     lengths, max_tokens = problem
@@ -521,3 +514,47 @@ def test_drawn_lengths_are_log_linear_between_quantiles():
     assert (lengths < math.sqrt(10 * 100)).double().mean().item() == pytest.approx(0.25, abs=0.02)
     assert (lengths > 1000).double().mean().item() == pytest.approx(0.25, abs=0.02)
     assert lengths.min() >= 10 and lengths.max() < 10_000
+
+
+@pytest.mark.parametrize(
+    ("quantiles", "index"),
+    [
+        (((0, 10), (50, 100), (100, 10_000)), 1),  # percent
+        (((0.1, 10), (1, 100)), 0),
+        (((0, 10), (0.5, 100)), 1),
+        (((0, 0), (1, 100)), 0),
+        (((0, 10), (0.5, 8), (1, 100)), 1),
+        (((0, 10), (0.5, 20), (0.5, 30), (1, 100)), 2),
+        (((0, 10), (1, math.inf)), 1),
+        (((0, 10),), 0),
+    ],
+)
+def test_quantiles_rise_from_0_to_1(quantiles, index):
+    with pytest.raises(ValueError, match=rf"quantiles\[{index}\] = "):
+        arl.draw_lengths(quantiles, 10, torch.Generator())
+
+
+def test_a_schedule_to_judge_is_checked():
+    lengths = [3, 4, 5]
+    for ranks, words in (
+        ([], "no microbatch"),
+        ([[], []], "no microbatch"),
+        ([[[0]], [[1], []]], r"ranks\[1\]\[1\] = \[\] needs indices from 0 to 2"),
+        ([[[0, 3]]], r"ranks\[0\]\[0\] = \[0, 3\]"),
+        ([[[0, -1]]], r"ranks\[0\]\[0\] = \[0, -1\]"),
+    ):
+        for packed in (False, True):
+            with pytest.raises(ValueError, match=words):
+                arl.rank_imbalance(ranks, lengths, packed=packed)
+    with pytest.raises(ValueError, match=r"cost\(3\) = nan"):
+        arl.rank_imbalance([[[0]]], lengths, lambda s: math.nan)
+
+
+def test_a_cost_must_not_fall():
+    for call in (
+        lambda cost: arl.rank_balanced_batches([3, 4, 5], 8, 1, cost),
+        lambda cost: arl.rank_imbalance([[[0]]], [3, 4, 5], cost),
+    ):
+        with pytest.raises(ValueError, match=r"cost\(4\) = 0.25 is below cost\(3\) = 0.33"):
+            call(lambda s: 1 / s)
+        call(lambda s: 1.0)

@@ -274,7 +274,7 @@ talkers = st.builds(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(talkers, min_size=1, max_size=5), st.integers(0, 99))
 @example([Talker([1, 2], [3, 30], 20)], 0)  # one row, cut in the middle of an answer
 @example([Talker([1], [0] * 8, 40), Talker([1, 2, 3], [12, 0, 5], 40), Talker([4], [0], 9)], 1)
@@ -297,7 +297,7 @@ def test_answers_of_any_length_are_read_as_one_token_at_a_time(
     assert error[batch["action_mask"]].abs().max() <= 1e-12
 
 
-@settings(deadline=None, derandomize=True, max_examples=20)
+@settings(max_examples=20)
 @given(st.lists(talkers, min_size=1, max_size=5))
 def test_the_model_reads_each_token_once_in_a_pass_per_draw(envs: list[Talker]) -> None:
     model, read = Eager(), []
@@ -438,7 +438,7 @@ def test_collate() -> None:
     }
 
 
-@settings(deadline=None, derandomize=True, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.integers(2, 9), min_size=1, max_size=6), st.integers(0, 3))
 def test_collate_keeps_every_entry(lengths: list[int], pad_id: int) -> None:
     trajs = [traj(n, float(i)) for i, n in enumerate(lengths)]
@@ -480,12 +480,42 @@ def test_ids_of_other_integer_types() -> None:
     assert batch["ids"].tolist() == [[1, 2, 3, 4], [1, 2, 3, 0]]
 
 
+def test_the_first_row_does_not_decide_the_type() -> None:
+    small = traj(3, ids=torch.tensor([1, 2, 3], dtype=torch.uint8))
+    large = traj(3, ids=torch.tensor([1, 300, 3]))
+    assert collate([small, large], 0)["ids"].tolist() == [[1, 2, 3], [1, 300, 3]]
+    assert rollout.pad_rows([torch.tensor([1]), torch.tensor([2.5])], 2, 0).tolist() == [
+        [1.0, 0.0],
+        [2.5, 0.0],
+    ]
+    with pytest.raises(ValueError, match="rows is empty"):
+        rollout.pad_rows([], 3, 0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_policy_token_needs_a_finite_log_prob(value: float) -> None:
+    logp = torch.tensor([value, -1.0, -2.0])  # entry 0 is not the policy's
+    assert len(collate([traj(), traj(sample_logp=logp)], 0)["ids"]) == 2
+    message = re.escape(f"trajs[1].sample_logp[1] = {value} is not finite")
+    with pytest.raises(ValueError, match=message):
+        collate([traj(), traj(sample_logp=logp.flip(0).roll(-1))], 0)
+
+
+def test_a_diverged_policy_is_named_not_sampled() -> None:
+    model = TinyAgent(len(TOK), d_model=16, n_layers=1, n_heads=2)
+    with torch.no_grad():
+        model.lm_head.weight[3] = math.nan
+    with pytest.raises(ValueError, match=re.escape("logits[0] are no distribution")):
+        sample(CFG, model=model)
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
         ({"ids": torch.ones(1, 4, dtype=torch.long)}, "trajs[2].ids has shape [1, 4]"),
         ({"ids": torch.ones(1, dtype=torch.long)}, "trajs[2].ids has shape [1]"),
         ({"ids": torch.ones(0, dtype=torch.long)}, "trajs[2].ids has shape [0]"),
+        ({"ids": torch.tensor(3)}, "trajs[2].ids has shape []"),
         ({"ids": torch.ones(4)}, "trajs[2].ids is torch.float32"),
         ({"ids": torch.ones(4, dtype=torch.bool)}, "trajs[2].ids is torch.bool"),
         ({"action_mask": torch.ones(4)}, "trajs[2].action_mask has shape [4], needs [3]"),

@@ -1,6 +1,8 @@
 """Arithmetic of chapter 10: counts equal real models and PyTorch, figures to the digit."""
 
+import copy
 import json
+import pickle
 import subprocess
 import sys
 import warnings
@@ -205,7 +207,6 @@ def pairs_by_listing(lengths, window):
     return count
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 30), max_size=5), st.none() | st.integers(1, 35))
 def test_causal_pairs_are_those_one_would_list(lengths, window):
     assert arl.causal_pairs(lengths, window) == pairs_by_listing(lengths, window)
@@ -270,7 +271,7 @@ def test_a_context_is_at_most_the_episode():
     assert arl.decode_tokens_per_s(qwen8b(), H200, batch=1, context=65_536) > 0
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 20))
 def test_longer_work_costs_more_than_in_proportion(scale):
     """Tokens grow with the length, and so does the cache that each sampled one reads."""
@@ -281,6 +282,25 @@ def test_longer_work_costs_more_than_in_proportion(scale):
     for part in ("train", "old log-probs", "prefill"):
         assert abs(more[part] - scale * once[part]) < 1e-9 * more[part]
     assert scale * once["decode"] <= more["decode"] <= scale**2 * once["decode"]
+
+
+def test_lengths_of_any_integer_type_do_not_overflow():
+    for lengths in ([65_536], torch.tensor([65_536], dtype=torch.int32)):
+        assert arl.causal_pairs(lengths) == 65_536 * 65_537 // 2
+        for pairs in ("causal", "square"):
+            found = arl.forward_flops(qwen8b(), lengths, pairs=pairs)
+            assert found == arl.forward_flops(qwen8b(), [65_536], pairs=pairs) and found > 2**45
+
+
+@pytest.mark.parametrize("pairs", ["causal", "square"])
+def test_a_length_that_is_none_is_named(pairs):
+    with pytest.raises(ValueError, match=r"lengths\[1\] = -3 is negative"):
+        arl.forward_flops(qwen8b(), [4, -3], pairs=pairs)
+    with pytest.raises(TypeError, match=r"lengths\[0\] = 2.5 is no integer"):
+        arl.forward_flops(qwen8b(), [2.5], pairs=pairs)
+    for window in (0, -1):
+        with pytest.raises(ValueError, match=f"window = {window} must be"):
+            arl.causal_pairs([4], window)
 
 
 def test_units_are_decimal():
@@ -306,7 +326,7 @@ def test_every_assumption_comes_back():
 # Decoding
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(1, 4096), st.integers(1, 100_000), st.sampled_from([1.0, 2.0]))
 def test_decoding_is_the_slower_of_reading_and_computing(batch, context, width):
     shape = qwen8b()
@@ -354,7 +374,6 @@ def reads_by_turns(tokens, policy, turns, prompt, group, turn_reuse, group_reuse
     return total
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 30),
     st.integers(0, 5000),
@@ -401,6 +420,14 @@ def test_losing_the_cache_between_turns_costs_a_large_factor():
         ({**QWEN3_8B, "num_key_value_heads": 5}, "heads = 32 is no multiple of kv_heads = 5"),
         ({**QWEN3_8B, "vocab_size": 0}, "vocab = 0"),
         ({**QWEN3_8B, "num_hidden_layers": 0}, "windows is empty"),
+        (
+            {**QWEN3_8B, "num_hidden_layers": 4, "layer_types": ["full_attention"] * 36},
+            "layer_types has 36, num_hidden_layers = 4",
+        ),
+        (
+            {**QWEN3_8B, "use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0},
+            r"windows\[0\] = 0",
+        ),
     ],
 )
 def test_an_incomplete_config_is_named(config, message):
@@ -421,6 +448,11 @@ def test_an_incomplete_config_is_named(config, message):
         ({"turn_reuse": 2}, "turn_reuse = 2"),
         ({"bandwidth_share": 1.1}, "bandwidth_share = 1.1"),
         ({"old_passes": -1}, "old_passes = -1"),
+        ({"old_passes": float("nan")}, "old_passes = nan"),
+        ({"old_passes": float("inf")}, "old_passes = inf"),
+        ({"prompt_tokens": float("nan")}, "prompt_tokens = nan"),
+        ({"turns": 0.5}, "turns = 0.5"),
+        ({"group_size": 0.5}, "group_size = 0.5"),
         ({"episodes": 0}, "episodes = 0"),
         ({"params": -1.0}, "params = -1"),
         ({"bytes_per_kv": float("nan")}, "bytes_per_kv = nan"),
@@ -432,6 +464,22 @@ def test_an_incomplete_config_is_named(config, message):
 def test_an_impossible_assumption_is_named(change, message):
     with pytest.raises(ValueError, match=message):
         arl.step_cost(qwen8b(), H200, **change)
+
+
+@pytest.mark.parametrize("name", ["q_lora_rank", "n_shared_experts", "first_k_dense_replace"])
+def test_what_deepseek_leaves_out_is_not_taken_for_none(name):
+    full = {**LATENT, "model_type": "deepseek_v3", "q_lora_rank": 12, "n_shared_experts": 1}
+    arl.ModelShape.from_config(full)
+    with pytest.raises(ValueError, match=f"lacks '{name}'"):
+        arl.ModelShape.from_config({k: v for k, v in full.items() if k != name})
+    without = arl.ModelShape.from_config({**full, "q_lora_rank": None})
+    assert without.q_lora == 0
+
+
+def test_an_estimate_can_be_copied_and_sent():
+    rate = arl.decode_tokens_per_s(qwen8b(), H200, batch=8, context=1000)
+    for other in (copy.deepcopy(rate), pickle.loads(pickle.dumps(rate))):
+        assert other == rate and other.report() == rate.report()
 
 
 def test_accelerators_have_sources():
@@ -497,7 +545,18 @@ def test_a_bad_argument_gets_one_line(config, capsys, arguments, message):
     assert err.count("\n") == 1 and message in err
 
 
-@pytest.mark.parametrize("content", [None, "{", "[1]", '{"model_type": "mamba2"}', "\xff\x00"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        "{",
+        "[1]",
+        '{"model_type": "mamba2"}',
+        "\xff\x00",
+        json.dumps({**QWEN3_8B, "hidden_size": "4096"}),
+        json.dumps({**QWEN3_8B, "num_hidden_layers": 36.5}),
+    ],
+)
 def test_a_bad_file_gets_one_line(tmp_path, capsys, content):
     path = tmp_path / "config.json"
     if content is not None:
