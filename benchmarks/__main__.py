@@ -43,7 +43,7 @@ def make_environment() -> Path:
     wanted = REQUIREMENTS.read_text(encoding="utf-8")
     if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
         return python
-    if not python.exists():
+    if not python.with_name("pip").exists():  # a half-made one is completed
         subprocess.run([sys.executable, "-m", "venv", VENV], check=True)
     failed = {}
     for line in wanted.splitlines():
@@ -89,7 +89,9 @@ def main() -> int:
         prog="python -m benchmarks", description=__doc__.split("\n")[0]
     )
     parser.add_argument("topics", nargs="*", metavar="TOPIC", help=f"of {', '.join(TOPICS)}")
-    parser.add_argument("--device", default="cpu", help="cpu, or cuda with a larger set")
+    parser.add_argument(
+        "--device", default="cpu", choices=("cpu", "cuda"), help="cpu, or cuda with a larger set"
+    )
     parser.add_argument("--size", choices=("tiny", "full"), default="full")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--python", type=Path, help="an interpreter that has the peers")

@@ -103,6 +103,10 @@ def today() -> str:
 # Runs
 
 
+class Took(float):
+    """Seconds that a run reports itself: one process did the work of several, one after another."""
+
+
 def reason(error: Exception) -> str:
     """Say in one line, without paths, why something failed."""
     line = (f"{type(error).__name__}: {error}".strip().splitlines() or ["no reason given"])[0]
@@ -139,8 +143,9 @@ def timed(
         probe: timed before each run, since a shared machine does not keep its pace.
 
     Returns:
-        By name `seconds` (the median), `low` and `high` (the extremes), `n`, `value` if the run
-        returns a number, and `probe`, its median beside this run; or `failed`.
+        By name `seconds` (the median, of what the run says if that is a `Took`), `low` and `high`
+        (the extremes), `n`, `value` if the run returns a number, and `probe`, its median beside
+        this run; or `failed`.
     """
     gc.collect()
     found: dict[str, Row] = {name: {} for name in runs}
@@ -184,6 +189,8 @@ def _seconds(run: Callable[[], object], device: str) -> tuple[float, object]:
         import torch
 
         torch.cuda.synchronize()
+    if isinstance(value, Took):
+        return float(value), None
     return time.perf_counter() - start, value
 
 
@@ -298,7 +305,14 @@ def with_fractions(rows: list[Row], best: Row) -> list[Row]:
 
 
 def document(
-    topic: str, size: str, device: str, found: Row, best: Row, threads: int, started: float
+    topic: str,
+    size: str,
+    device: str,
+    found: Row,
+    best: Row,
+    threads: int,
+    started: float,
+    load: float,
 ) -> Row:
     """Put around a topic's findings what they were measured with."""
     return {
@@ -308,7 +322,7 @@ def document(
         "date": today(),
         "machine": machine(),
         "threads": threads,
-        "load_before": round(os.getloadavg()[0], 2),
+        "load_before": round(load, 2),
         "versions": versions(),
         "limits": best,
         "wall_seconds": round(time.time() - started, 1),
@@ -336,11 +350,12 @@ def main(topic: str) -> None:
     """Run the module of a topic as a script: measure and write, or one job for its memory."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{topic}")
     parser.add_argument("--size", choices=("tiny", "full"), default="full")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path)
     parser.add_argument("--peak", help="run one job and print its peak memory")
     args = parser.parse_args()
+    load = os.getloadavg()[0]  # now: later it is this topic's own
     import torch
 
     torch.set_num_threads(args.threads)
@@ -357,7 +372,7 @@ def main(topic: str) -> None:
         best["flops"] = {k: max(v, after["flops"][k]) for k, v in best["flops"].items()}
         best["copy_bytes_per_s"] = max(best["copy_bytes_per_s"], after["copy_bytes_per_s"])
     with_fractions(found["rows"], best)
-    result = document(topic, args.size, device, found, best, args.threads, started)
+    result = document(topic, args.size, device, found, best, args.threads, started, load)
     if args.out:
         write(args.out, result)
     else:

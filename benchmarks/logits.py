@@ -29,7 +29,8 @@ SHAPES = {  # by set and name: dtype, tokens, features, heads whose name begins 
     "tiny": {"float32": ("float32", 8, 128, ("",)), "bf16": ("bfloat16", 8, 128, PICKED)},
     "full": {
         "float32": ("float32", 4096, 256, ("",)),
-        "bf16-short": ("bfloat16", 1024, 1024, ("",)),
+        # As many tokens as a chunk: chunked and checkpointed heads would be the full one.
+        "bf16-short": ("bfloat16", 1024, 1024, ("full", "trl", "verl", *PICKED)),
         "bf16-long": ("bfloat16", 4096, 1024, ("full", *PICKED)),
     },
     "cuda": {

@@ -158,7 +158,8 @@ def check(lengths: list[int], max_tokens: int) -> bool:
 def peak(job: str, size: str, device: str) -> Callable[[], object]:
     gen = torch.Generator().manual_seed(0)
     planners(lognormal(50, gen), 8192)[job]()  # imports
-    return planners(lognormal(PEAK[size], gen), 8192)[job]
+    lengths = lognormal(PEAK[size], gen)
+    return load_trl()(lengths, 8192) if job == "trl bfd" else planners(lengths, 8192)[job]
 
 
 def plans(size: str) -> tuple[list[Row], list[Row]]:

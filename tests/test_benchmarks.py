@@ -95,6 +95,11 @@ def test_runs_take_turns_after_a_warm_up_and_a_failure_is_a_result():
     assert found["c"] == {"failed": "ImportError: no module in place"}
 
 
+def test_a_run_may_say_how_long_it_took():
+    found = common.timed({"ranks": lambda: common.Took(0.25)}, 3)["ranks"]
+    assert found == {"seconds": 0.25, "low": 0.25, "high": 0.25, "n": 3}
+
+
 def test_slow_runs_are_repeated_less():
     found = common.timed({"a": lambda: None}, 5, longest=-1.0)
     assert found == {"a": {}}  # not even once: only the warm-up
@@ -303,6 +308,15 @@ def test_committed_results_are_whole_and_name_no_place(path: Path):
     assert set(document["versions"]) == set(common.PEERS)
     assert document["limits"]["flops"]["float32"] > 0
     assert faults(document["rows"], document["growth"]) == []
+    if path.stem == "logits":  # what was measured is what the code measures
+        size = common.key(document["size"], document["device"])
+        heads = [row for row in document["rows"] if row["what"] == "head"]
+        assert {row["case"] for row in heads} == {*logits.SHAPES[size]}
+        for row in heads:
+            dtype, tokens, features, names = logits.SHAPES[size][row["case"]]
+            work = row["products"] * 2 * tokens * features * logits.V[size]
+            assert row["flops"] == pytest.approx(work, rel=1e-3) and row["dtype"] == dtype
+            assert row["who"].startswith(names)
 
 
 def test_the_page_has_all_that_it_reads():
