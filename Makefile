@@ -21,7 +21,7 @@ test: .venv/stamp  ## everything that CI checks
 	$(BIN)/python -m tools.notebooks check
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadscope
 
-# make run CHAPTER=05 SEEDS=0,1 runs one chapter with a parameter of its own
+# make run CHAPTER=04 SEEDS=0,1 runs one chapter with a parameter of its own
 run: .venv/stamp  ## execute the chapters and refresh the committed outputs
 	$(BIN)/python -m tools.notebooks run --chapter "$(CHAPTER)" \
 	  $(foreach name,DEVICE SEEDS STEPS,$(if $($(name)),-p $(name) "$($(name))"))
@@ -37,7 +37,7 @@ pdf: book  ## print the book to _build/agentrl.pdf
 	$(BIN)/python -m tools.pdf
 
 dist: .venv/stamp  ## build sdist and wheel
-	rm -rf dist
+	rm -rf dist build *.egg-info
 	$(BIN)/python -c 'import setuptools.build_meta as b; b.build_sdist("dist"); b.build_wheel("dist")'
 	rm -rf build *.egg-info
 
@@ -53,10 +53,10 @@ serve: book  ## show the book at http://localhost:8000
 	$(BIN)/python -m http.server 8000 --bind 127.0.0.1 --directory $(HTML)
 
 clean:  ## remove what was built, the environment too
-	rm -rf _build .venv
+	rm -rf _build .venv build dist *.egg-info
 
 .venv/stamp: requirements.txt pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -r requirements.txt
 	$(BIN)/pip install --no-build-isolation --no-deps -e . verl==0.9.1
 	touch $@

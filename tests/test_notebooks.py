@@ -166,16 +166,29 @@ def test_pages_run_after_the_chapters_and_leave_no_time(project, tmp_path, monke
     page.write_bytes(project("y = 2", name="02-two").read_bytes())
     (tmp_path / "chapters" / "02-two.ipynb").unlink()
     ran: list[Path] = []
-    monkeypatch.setattr(notebooks, "run", lambda paths, parameters: ran.extend(paths) or 0)
-    monkeypatch.setattr(notebooks.export, "main", lambda _: 0)
-    assert main(["run"]) == 0
-    assert main(["run", "--chapter", "01"]) == 0
-    assert main(["run", "--chapter", "results"]) == 0
-    assert ran == [chapter, page, chapter, page, page]
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(notebooks, "run", lambda paths, parameters: ran.extend(paths) or 0)
+        patch.setattr(notebooks.export, "main", lambda _: 0)
+        assert main(["run"]) == 0
+        assert main(["run", "--chapter", "01"]) == 0
+        assert main(["run", "--chapter", "01", "-p", "DEVICE", "cuda"]) == 0
+        assert main(["run", "--chapter", "results"]) == 0
+    assert ran == [chapter, page, chapter, page, chapter, page]
     assert notebooks.run([page], {}) == 0
     assert preflight(page) == []
     assert not list((tmp_path / "benchmarks").rglob("*.json"))
+
+
+def test_after_a_failure_only_the_pages_run(project, tmp_path, monkeypatch):
+    paths = [project("1 / 0"), project("x = 1", name="02-two"), tmp_path / "book" / "results.ipynb"]
+    paths[2].parent.mkdir()
+    paths[2].write_bytes(paths[1].read_bytes())
+    ran: list[Path] = []
+    monkeypatch.setattr(
+        notebooks, "_run_one", lambda path, _: ran.append(path) or path is not paths[0]
+    )
+    assert notebooks.run(paths, {}) == 1
+    assert ran == [paths[0], paths[2]]
 
 
 def test_a_text_parameter_stays_text():
@@ -276,6 +289,15 @@ REFUSED = {
     "26 lines, no reason": [ran(long(26, "# long:")), "26 code lines, more than 25"],
     "wide tolerance": [ran("x", tags=["rtol=0.5"]), "rtol below 0.1"],
     "no tolerance": [ran("x", tags=["rtol=tight"]), "could not convert"],
+    "tolerance of everything": [
+        ran("x", printed("900 draws, off by -2.5\n"), tags=["atol=1.5"]),
+        "atol=1.5 is more than half of the largest number",
+    ],
+    "tolerance of nothing": [ran("x", printed("3 draws\n"), tags=["atol=0.1"]), "atol=0.1 is more"],
+    "number in alt text": [
+        ran("figure()", shown(image_svg_xml=SVG), mystnb={"image": {"alt": "It falls to 19%."}}),
+        "'19%' in the alt text",
+    ],
     "no alt": [ran("figure()", shown(image_svg_xml=SVG)), "without alt text"],
     "empty alt": [
         ran("figure()", shown(image_png="iVBO"), mystnb={"image": {"alt": " "}}),
@@ -312,6 +334,9 @@ REFUSED = {
         "without a :label:",
     ],
     "decimal": ["md:The share is 0.74 here.", "'0.74' is typed"],
+    "kilobytes": ["md:The cache takes 147 KB.", "'147 KB' is typed"],
+    "kibibytes": ["md:A buffer of 16 KiB.", "'16 KiB' is typed"],
+    "a rate": ["md:It moves 12 bytes/token.", "'12 bytes' is typed"],
     "percentage": ["md:Padding is 74% of it.", "'74%' is typed"],
     "per cent": ["md:Padding is 74 percent of it.", "'74 percent' is typed"],
     "times": ["md:It is 9x faster.", "'9x' is typed"],

@@ -51,7 +51,9 @@ def built(tmp_path_factory) -> tuple[Path, Path]:
     for name in (*FOLDERS, *FILES):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, source / name)
-    for stranger in ("_build/html/index.html", "book/__pycache__/x.pyc", "agentrl/old.txt"):
+    strangers = ("_build/html/index.html", "book/__pycache__/x.pyc", "agentrl/old.txt")
+    strangers += ("chapters/.ipynb_checkpoints/01-gym-checkpoint.ipynb", "chapters/.01-gym.ipynb.7")
+    for stranger in strangers:
         (source / stranger).parent.mkdir(parents=True, exist_ok=True)
         (source / stranger).write_text("not for release")
     sdist = _build(source, "sdist", work / "dist")
@@ -129,12 +131,13 @@ def test_the_sdist_holds_the_course_and_no_build(built):
         str(path.relative_to(ROOT))
         for folder in FOLDERS
         for path in (ROOT / folder).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file()
+        and not any(re.match(r"__pycache__|\.", part) for part in path.relative_to(ROOT).parts)
     }
     made = {"PKG-INFO", "setup.cfg"}
     info = {name for name in files if name.startswith("agentrl_book.egg-info/")}
     assert files - made - info == wanted | {*FILES}
-    assert not [name for name in names if re.search(r"_build|pycache|\.pyc|\.venv|old\.txt", name)]
+    assert not [name for name in names if re.search(r"_build|pycache|\.pyc|/\.|old\.txt", name)]
 
 
 def used_names() -> list[str]:

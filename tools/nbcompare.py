@@ -70,6 +70,13 @@ def differences(
     return report
 
 
+def largest(outputs: list[dict[str, Any]]) -> float:
+    """Return the largest absolute value among the numbers that a tolerance loosens, 0 if none."""
+    texts = [text for texts in _by_kind(outputs).values() for text in texts]
+    numbers = [n.replace(",", "") for text in texts for n in NUMBER.findall(text)]
+    return max((abs(float(n)) for n in numbers if not n.lstrip("+-").isdigit()), default=0.0)
+
+
 def _by_kind(outputs: list[dict[str, Any]]) -> dict[str, list[str]]:
     """Sort the outputs of a cell by kind: stream, recorded value, MIME type."""
     kinds: dict[str, list[str]] = defaultdict(list)

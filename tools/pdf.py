@@ -66,7 +66,7 @@ def write_pdf(browser: Browser, html: Path = HTML, output: Path = PDF) -> None:
             source.write_text(str(book), encoding="utf-8")
             page.goto(source.as_uri())
             page.evaluate("document.fonts.ready")
-            page.pdf(path=output, prefer_css_page_size=True, print_background=True)
+            page.pdf(path=output, prefer_css_page_size=True, print_background=True, tagged=True)
             printed = PdfWriter(clone_from=output)
             places = find_places(printed)
             if all(number.string == str(places[anchor]) for number, anchor in numbers):
