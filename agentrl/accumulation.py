@@ -58,10 +58,13 @@ def _ranks(group: dist.ProcessGroup | None = None) -> int:
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
-def _collective_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return where the tensors of a collective must be."""
-    cuda = dist.get_backend(group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+def _collective_device(group: dist.ProcessGroup | None, near: torch.device) -> torch.device:
+    """Return where the tensors of a collective must be: with NCCL on this rank's GPU, as `near`."""
+    if dist.get_backend(group) != "nccl":
+        return torch.device("cpu")
+    bound = (group or dist.group.WORLD).bound_device_id
+    current = torch.device("cuda", torch.cuda.current_device())
+    return near if near.type == "cuda" else bound or current
 
 
 def global_token_count(
@@ -84,7 +87,7 @@ def global_token_count(
         count = count + m.bool().sum()
     if _ranks(group) == 1:
         return count
-    total = count.to(_collective_device(group))
+    total = count.to(_collective_device(group, count.device))
     dist.all_reduce(total, group=group)
     return total.to(count.device)
 
@@ -120,10 +123,11 @@ def step_normalizer(
         raise ValueError(f"mode must be one of {LOSS_AGG_MODES}, got {mode!r}")
     if mode == "constant" and (max_tokens is None or max_tokens < 1):
         raise ValueError(f"mode 'constant' needs max_tokens >= 1, got {max_tokens}")
+    near = masks[0].device if len(masks) else torch.device("cpu")
     tokens = sum(int(mask.bool().sum()) for mask in masks)
     sequences = sum(int(mask.bool().any(-1).sum()) for mask in masks)
     for rank, (number, *_) in enumerate(
-        per_rank := _gather([len(masks), tokens, sequences], group)
+        per_rank := _gather([len(masks), tokens, sequences], group, near)
     ):
         if number != per_rank[0][0]:
             raise ValueError(
@@ -138,11 +142,13 @@ def step_normalizer(
     return float(sequences * max_tokens if mode == "constant" else sequences)
 
 
-def _gather(numbers: list[int], group: dist.ProcessGroup | None) -> list[list[int]]:
+def _gather(
+    numbers: list[int], group: dist.ProcessGroup | None, near: torch.device
+) -> list[list[int]]:
     """Return the numbers of every rank, in one all-gather."""
     if _ranks(group) == 1:
         return [numbers]
-    mine = torch.tensor(numbers, device=_collective_device(group))
+    mine = torch.tensor(numbers, device=_collective_device(group, near))
     everyone = [torch.empty_like(mine) for _ in range(_ranks(group))]
     dist.all_gather(everyone, mine, group=group)
     return [row.tolist() for row in everyone]
@@ -172,11 +178,16 @@ def accumulate_gradients(
         to log. Clip the gradients after this, not before.
 
     Raises:
-        TypeError: for a model in the older `FullyShardedDataParallel`.
+        TypeError: for a model in the older `FullyShardedDataParallel`, or one that hides a sharded
+            module inside another.
         ValueError: without a microbatch.
     """
-    if isinstance(model, FullyShardedDataParallel):
-        raise TypeError("model is FullyShardedDataParallel (FSDP1): shard it by fully_shard")
+    if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
+        raise TypeError("model holds FullyShardedDataParallel (FSDP1): shard it by fully_shard")
+    if not isinstance(model, FSDPModule) and any(
+        isinstance(p, DTensor) for p in model.parameters()
+    ):
+        raise TypeError("model hides sharded weights: pass the module that fully_shard returned")
     ranks = _ranks(group)
     wrapped = isinstance(model, DistributedDataParallel | FSDPModule)
     scale = ranks if wrapped else 1  # both wrappers average over ranks; this makes it a sum

@@ -9,7 +9,7 @@ import itertools
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -191,12 +191,7 @@ def _rounding_why(roundoff: float, token: int | None) -> str:
 
 # long: what torch may do to a float32 product
 _PRECISIONS = {"highest": 2.0**-24, "high": 2.0**-11, "medium": 2.0**-8}  # float32, TF32, bf16
-_PRODUCTS = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten.baddbmm.default,
-}
+_PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
 _NORMALISERS = {torch.ops.aten._log_softmax.default, torch.ops.aten.logsumexp.default}
 
 
@@ -233,7 +228,7 @@ class _Coarsest(TorchDispatchMode):
         for x in tree_leaves(out):
             if isinstance(x, Tensor) and x.is_floating_point():
                 self.roundoff = max(self.roundoff, unit_roundoff(x.dtype))
-        if func in _PRODUCTS:
+        if getattr(func, "_overloadpacket", None) in _PRODUCTS:  # into a given tensor, too
             self.products.append(out.shape)
             if out.dtype == torch.float32:  # which may be made in a coarser type
                 self.roundoff = max(self.roundoff, _product_roundoff(out.device.type))
@@ -358,6 +353,7 @@ def leak_check(
         ValueError, TypeError: for rows in which nothing could leak, or arguments that do not fit.
     """
     _check_rows(ids, segment_ids, keep)
+    segment_ids = segment_ids.to(ids.device)
     if (embeds is None) != (embeds_fn is None):
         raise ValueError("embeds and embeds_fn are needed together")
     if loss_mask is not None and loss_mask.shape != ids[:, 1:].shape:
@@ -438,6 +434,24 @@ def leak_check(
     return _result(**name, **found, unit="nats", threshold=tolerance, why=why)
 
 
+def _changes(segment_ids: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield what to change, [R, L], in words and as a mask, and which owners not to look at.
+
+    Each segment in all rows at once, all of its tokens and the first alone; then half of the rows,
+    so that any two rows are in different halves once.
+    """
+    first = segment_ids != F.pad(segment_ids, (1, 0), value=-2)[:, :-1]
+    for segment in segment_ids.unique().tolist():
+        mine = segment_ids == segment
+        yield f"segment {segment}", mine, mine
+        yield f"segment {segment}", mine & first, mine
+    row = torch.arange(len(segment_ids), device=segment_ids.device)[:, None]
+    for bit in range((len(segment_ids) - 1).bit_length()):
+        for half in (0, 1):
+            mine = ((row >> bit) % 2 == half).expand_as(segment_ids)
+            yield "other rows", mine, mine
+
+
 # long: one loop over segments
 def _changed_segments(
     fn: Callable[[Tensor], Tensor],
@@ -454,23 +468,24 @@ def _changed_segments(
     """
     worst, index, likely, trace = -1.0, "", "", ()
     other, vary = _other_tokens(ids, keep), seen.grouped
-    first = segment_ids != F.pad(segment_ids, (1, 0), value=-2)[:, :-1]
-    for segment, part in itertools.product(segment_ids.unique().tolist(), (first | True, first)):
-        changed = torch.where((segment_ids == segment) & part, other, ids)
-        raw, now = _watch(fn, changed)
+    for what, part, mine in _changes(segment_ids):
+        raw, now = _watch(fn, torch.where(part, other, ids))
         vary |= now.products != seen.products
         after, problem = _per_entry(raw, ids, "")
         if problem:
-            return {"worst": math.nan, "index": f"segment {segment} changed", "likely": problem,
+            return {"worst": math.nan, "index": f"{what} changed", "likely": problem,
                     "shapes_vary": vary}  # fmt: skip
-        present = (segment_ids == segment).any(1, keepdim=True)
-        moved = _moved(after, before).masked_fill((owner == segment) | (owner < 0) | ~present, 0.0)
+        moved = _moved(after, before)
+        moved = moved.masked_fill(mine[:, : moved.shape[1]] | (owner < 0), 0.0)
         if moved.max() > worst:
             row, t = divmod(int(moved.argmax()), moved.shape[1])
             worst, trace = moved.max().item(), tuple(moved[row].tolist())
             hit = owner[row, t].item()
-            index = f"row {row}, entry {t} (segment {hit}), after segment {segment} changed"
-            if segment < 0:
+            index = f"row {row}, entry {t} (segment {hit}), after {what} changed"
+            segment = int(what.split()[1]) if what.startswith("segment") else hit
+            if what == "other rows":
+                likely = "one row sees another: boundaries are lost where rows are joined"
+            elif segment < 0:
                 likely = "padding is attended to"
             elif segment > hit:
                 likely = "a later sequence is seen: the mask is not causal"
@@ -506,7 +521,8 @@ def _crossing_gradient(
         values = fn(embeds)
         mine = _owner(segment_ids, values.shape[1]) == segment
         (grad,) = torch.autograd.grad(values[mine].sum(), embeds)
-        size = grad.abs().double().amax(-1).masked_fill(segment_ids == segment, 0.0)
+        size = grad.abs().double().amax(-1).to(segment_ids.device)
+        size = size.masked_fill(segment_ids == segment, 0.0)
         size = size.nan_to_num(nan=math.inf, posinf=math.inf)
         if size.max() > found["worst"]:
             row, t = divmod(int(size.argmax()), size.shape[1])
@@ -725,7 +741,8 @@ def _why_split(
                 "a microbatch alone gives another gradient than inside the batch: advantages or "
                 "statistics are computed per microbatch"
             )
-        ratio = actual / torch.where(right.abs() < 1e-3, math.inf, right)
+        size = parts.norm(dim=1)  # a part without a gradient has any weight
+        ratio = torch.where(size > 1e-9 * size.max(), actual / right, 1.0)
         j = int((ratio - 1).abs().argmax())
         if abs(ratio[j]) < 0.01:
             return f"microbatch {j} is left out"
@@ -781,9 +798,8 @@ def _per_trajectory(out: Any, trajs: Sequence[Trajectory]) -> tuple[list[Tensor]
             need = f"[{len(trajs)}, {width}]"
             return [], f"log_prob_fn returned shape {list(out.shape)}, needs {need}, or a list"
         out = [row[: len(traj.ids) - 1] for row, traj in zip(out, trajs, strict=True)]
-    kind, out = type(out).__name__, list(out) if isinstance(out, Iterable) else [out]
-    if not all(isinstance(row, Tensor) for row in out):
-        return [], f"log_prob_fn returned {kind}, which is no tensor and holds other than tensors"
+    if not isinstance(out, list | tuple) or not all(isinstance(row, Tensor) for row in out):
+        return [], f"log_prob_fn returned {type(out).__name__}, not a tensor or a list of tensors"
     if len(out) != len(trajs):
         return [], f"log_prob_fn returned {len(out)} rows for {len(trajs)} trajectories"
     for i, (row, traj) in enumerate(zip(out, trajs, strict=True)):
@@ -918,13 +934,15 @@ def _why_ratio(
         pairs = [(_shift(row, s), o, m) for row, o, m in zip(rows, old, known, strict=True)]
         if _agree(pairs, top, mean_limit):
             return f"the log-probabilities are off by one: entry t holds the one of t {-s:+d}"
+        inside = [_shift(torch.ones_like(m), s) for m in masks]
+        missed = [(o != 0) & ~_shift(m, s) & i for o, m, i in zip(old, masks, inside, strict=True)]
+        back = not any(x.any() for x, m in zip(missed, masks, strict=True) if m.any())
         pairs = [
             (row, o, _shift(m, s) & (o != 0)) for row, o, m in zip(rows, old, masks, strict=True)
         ]
-        if _agree(pairs, top, mean_limit) and sum(int(m.sum()) for *_, m in recorded) < sum(
-            int(m.sum()) for m in masks
-        ):
-            side = "after" if s > 0 else "before"
+        fewer = sum(int(m.sum()) for *_, m in recorded) < sum(int(m.sum()) for m in masks)
+        if back and fewer and _agree(pairs, top, mean_limit):
+            side = "before" if s > 0 else "after"
             return f"action_mask is off by one: the sampler's tokens are {side} it"
     y, x = (torch.cat([r[m] for r, m in zip(z, masks, strict=True)]) for z in (rows, old))
     error = y - x
@@ -1018,6 +1036,7 @@ def _ranks(batches: Any, num_ranks: int) -> list[list[list[int]]]:
     ranks = [batches] if flat else batches
     if len(ranks) != num_ranks:
         raise ValueError(f"batches has {len(ranks)} ranks, num_ranks = {num_ranks}")
+    ranks = [list(rank) if isinstance(rank, Iterable) else [rank] for rank in ranks]
     for r, rank in enumerate(ranks):
         for b, rows in enumerate(rank):
             if not hasattr(rows, "__len__"):
@@ -1209,6 +1228,8 @@ def _why_filter(rewards: list[float], cut: list[bool], keep: bool, wrong: int, c
         return "a group with unequal rewards is dropped"
     if any(cut):
         return "an episode that ran out of length is scored as a failure"
+    if len(set(rewards)) > 1:
+        return "a group outside the bounds is kept"
     if 0 < rewards[0] < 1:
         equal = sum(0 < g[0] < 1 and not k for g, _, k in cases)
         if wrong > equal / 2:

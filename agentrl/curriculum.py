@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from agentrl.grpo import (
     RLConfig,
     _adam,
+    _plain_numbers,
     _resume,
     _save,
     draw_tasks,
@@ -169,6 +170,7 @@ class _Rule:
     max_groups: int
 
     def __post_init__(self) -> None:
+        _plain_numbers(self)
         if self.sampling not in SAMPLINGS:
             raise ValueError(f"sampling must be one of {SAMPLINGS}, got {self.sampling!r}")
         if self.revisit < 0:
@@ -310,7 +312,8 @@ def train_curriculum(
         revisit: tasks from outside the pool per step, beside `cfg.prompts_per_step` from inside.
         estimate: from a task's last groups, one of `ESTIMATES`; starts at 0.5.
         sampling: `filter` as above; `proportional` to p(1-p), without a pool; `dynamic` samples all
-            tasks until `cfg.prompts_per_step` groups have unequal rewards.
+            tasks until `cfg.prompts_per_step` groups, or as many as there are tasks, have unequal
+            rewards.
         max_groups: the most that `dynamic` samples per step; by default 3 `cfg.prompts_per_step`.
         checkpoint, checkpoint_every: as in `train_rl`; the file also holds the estimates.
         on_step: called after each step with the model and the history; a true value ends the run.
@@ -336,6 +339,8 @@ def train_curriculum(
     path = None if checkpoint is None else Path(checkpoint)
     state = _resume(path, run, steps, parts)
     history, groups = state.get("history", []), state.get("groups", [[] for _ in tasks])
+    if state.get("ended"):
+        return history
     for step in progress(range(len(history), steps), desc="train_curriculum"):
         kept, trajs, revisits, reason = _sample(model, tasks, tok, cfg, groups, rule, generator)
         if not trajs:  # no group, no new estimate: it would stay so for ever
@@ -354,10 +359,12 @@ def train_curriculum(
         history.append({"episodes": len(trajs), "tokens": tokens, "reward": reward, **stats})
         if reason:
             history[-1]["reason"] = reason
-        end = bool(on_step and on_step(model, history)) or step + 1 == steps
-        if path is not None and ((step + 1) % checkpoint_every == 0 or end):
-            _save(path, parts, history=history, groups=groups, **run)
-        if end:
+        ended = bool(on_step and on_step(model, history))
+        if ended and not reason:
+            history[-1]["reason"] = f"on_step ended the run after {step + 1} of {steps} steps"
+        if path is not None and ((step + 1) % checkpoint_every == 0 or ended or step + 1 == steps):
+            _save(path, parts, history=history, groups=groups, ended=ended, **run)
+        if ended:
             break
     return history
 
@@ -419,7 +426,9 @@ def run_arms(
     Args:
         workers: processes; by default one per CPU core, at most 8. Results do not depend on it.
     """
-    workers = min(len(jobs), workers or min(os.cpu_count() or 1, 8))
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers = {workers} must be at least 1")
+    workers = max(1, min(len(jobs), workers or min(os.cpu_count() or 1, 8)))
     spawn = multiprocessing.get_context("spawn")  # a forked child may not use CUDA
     # By its name in the package: a new process cannot import what a notebook has defined.
     ours = importlib.import_module("agentrl.curriculum")

@@ -52,6 +52,18 @@ ADVANTAGES = ("mean", "mean_std", "leave_one_out")
 LOSS_AGG_MODES = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant")
 
 
+def _check_grid(name: str, value: float) -> None:
+    if not 0 < value < math.inf or math.frexp(value)[0] != 0.5:
+        raise ValueError(f"{name} = {value} must be a power of two")
+
+
+def _plain_numbers(config: Any) -> None:
+    """Turn NumPy's numbers in a frozen dataclass into Python's: a checkpoint could not be read."""
+    for name, value in vars(config).items():
+        if hasattr(value, "item"):
+            object.__setattr__(config, name, value.item())
+
+
 @dataclass(frozen=True)
 class RLConfig(RolloutConfig):
     """What a training run is made of, beside the model and the tasks.
@@ -67,8 +79,8 @@ class RLConfig(RolloutConfig):
         updates_per_step: passes over the sampled episodes.
         microbatch_size: episodes per backward pass; it does not change the gradient.
         max_grad_norm: the gradient is scaled down to this norm.
-        weight_grid: weights are rounded to multiples of it after an update, so that all machines
-            agree; None leaves them as they are.
+        weight_grid: weights are rounded to multiples of it, a power of two, after an update, so
+            that all machines agree; None leaves them as they are.
     """
 
     prompts_per_step: int = 8
@@ -85,6 +97,7 @@ class RLConfig(RolloutConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _plain_numbers(self)
         if self.advantage not in ADVANTAGES:
             raise ValueError(f"advantage must be one of {ADVANTAGES}, got {self.advantage!r}")
         if self.loss_agg_mode not in LOSS_AGG_MODES:
@@ -94,11 +107,14 @@ class RLConfig(RolloutConfig):
         for name in ("prompts_per_step", "updates_per_step", "microbatch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
-        for name in ("lr", "clip", "clip_high", "max_grad_norm", "weight_grid"):
+        for name in ("lr", "clip", "clip_high"):
             value = getattr(self, name)
-            least = "positive" if name in ("max_grad_norm", "weight_grid") else "at least 0"
-            if value is not None and not (value > 0 or (value == 0 and least != "positive")):
-                raise ValueError(f"{name} = {value} must be {least}")
+            if value is not None and not value >= 0:
+                raise ValueError(f"{name} = {value} must be at least 0")
+        if not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm = {self.max_grad_norm} must be positive")
+        if self.weight_grid is not None:
+            _check_grid("weight_grid", self.weight_grid)
 
 
 # long: the three variants side by side
@@ -236,7 +252,8 @@ def clipped_surrogate_loss(
     Schulman et al. 2017, with separate bounds as in Yu et al. 2025.
 
     Args:
-        logp, old_logp: log-probabilities of the chosen tokens now and when sampled, [B, T].
+        logp, old_logp: log-probabilities of the chosen tokens now and when sampled, [B, T]; the
+            gradient is by `logp` alone.
         advantages: [B], or [B, T].
         mask, mode, norm_const: as in `aggregate_loss`.
         clip_low, clip_high: how far the ratio may fall below and rise above 1.
@@ -247,7 +264,7 @@ def clipped_surrogate_loss(
     # Masked entries may hold anything; an infinity or NaN there would poison the gradient. So would
     # an infinite ratio, whose clipped gradient is 0 times infinity.
     largest = math.log(torch.finfo(logp.dtype).max) / 2
-    ratio = torch.where(mask.bool(), logp - old_logp, 0.0).clamp(max=largest).exp()
+    ratio = torch.where(mask.bool(), logp - old_logp.detach(), 0.0).clamp(max=largest).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     return aggregate_loss(
         -torch.minimum(ratio * advantages, clipped * advantages), mask, mode, norm_const
@@ -266,8 +283,10 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str = "k3") -> Tensor:
         Nats, in the shape of `logp`.
 
     Raises:
-        ValueError: for any other kind.
+        ValueError: for any other kind, or shapes that differ.
     """
+    if logp.shape != ref_logp.shape:
+        raise ValueError(f"ref_logp {list(ref_logp.shape)} does not fit logp {list(logp.shape)}")
     d = logp - ref_logp
     if kind == "k1":
         return d
@@ -291,7 +310,7 @@ class Demonstrator:
     Attributes:
         look: it looks at the program first.
         skill: an edit is the right one.
-        near, far, slip: odds of a wrong edit to replace the right token, any token of the program,
+        near, far, slip: odds that a wrong edit replaces the faulty token, any token of the program,
             or any token that is part of some repair, which the tool may refuse.
         test: it tests after an edit.
         give_up: it submits after a failed test.
@@ -398,10 +417,9 @@ def _practice(tasks: Sequence[Task], tok: Tokenizer, rng: random.Random) -> Iter
 @torch.no_grad()
 def snap_weights(model: nn.Module, grid: float = 2.0**-16) -> None:
     """Round all weights to multiples of `grid`, a power of two, in place."""
-    if not 0 < grid < math.inf or math.frexp(grid)[0] != 0.5:
-        raise ValueError(f"grid = {grid} must be a power of two")
+    _check_grid("grid", grid)
     for p in model.parameters():
-        p.copy_((p / grid).round() * grid)
+        p.copy_((p.double() / grid).round() * grid)
 
 
 # long: a training loop
@@ -436,7 +454,10 @@ def behavior_clone(
 def _log_probs(model: nn.Module, ids: Tensor, temperature: float = 1.0) -> Tensor:
     """Score tokens as the sampler drew them: [B, T] -> [B, T - 1]."""
     ids = ids.to(next(model.parameters()).device)
-    return selected_log_probs(model(ids[:, :-1]) / temperature, ids[:, 1:])
+    logits = model(ids[:, :-1])
+    if logits.dtype in (torch.bfloat16, torch.float16):  # the quotient would be rounded
+        logits = logits.float()
+    return selected_log_probs(logits / temperature, ids[:, 1:])
 
 
 def _write_atomically(state: Any, path: Path) -> None:
@@ -663,6 +684,7 @@ def train_rl(
     generator = torch.Generator().manual_seed(cfg.seed)
     parts = model, _adam(model, cfg), generator
     run = {"cfg": dataclasses.asdict(cfg), "tasks": [task.name for task in tasks]}
+    run |= {"rule": None}  # a curriculum has one
     path = None if checkpoint is None else Path(checkpoint)
     history = _resume(path, run, steps, parts).get("history", [])
     for step in progress(range(len(history), steps), desc="train_rl"):

@@ -269,9 +269,10 @@ def rank_imbalance(
     sizes = _check_lengths(lengths, max_tokens=2**63 - 1)
     for r, rank in enumerate(ranks):
         for b, batch in enumerate(rank):
-            if not len(batch) or not 0 <= min(batch) <= max(batch) < len(sizes):
+            fits = hasattr(batch, "__len__") and len(batch) > 0
+            if not fits or not 0 <= min(batch) <= max(batch) < len(sizes):
                 raise ValueError(
-                    f"ranks[{r}][{b}] = {list(batch)} needs indices from 0 to {len(sizes) - 1}"
+                    f"ranks[{r}][{b}] = {batch!r} needs indices from 0 to {len(sizes) - 1}"
                 )
     if not any(map(len, ranks)):
         raise ValueError("ranks has no microbatch")
@@ -431,6 +432,7 @@ TRAJECTORY_QUANTILES: dict[str, tuple[tuple[float, float], ...]] = {
 }  # fmt: skip
 
 
+# long: half of it is the contract
 def draw_lengths(
     quantiles: Sequence[tuple[float, float]], count: int, generator: torch.Generator
 ) -> torch.Tensor:
@@ -447,6 +449,8 @@ def draw_lengths(
     Raises:
         ValueError: naming a pair that is no such quantile.
     """
+    if not len(quantiles):
+        raise ValueError("quantiles is empty")
     for k, (share, size) in enumerate(quantiles):
         before = quantiles[k - 1] if k else (-1.0, 1.0)
         end = (k == 0, k + 1 == len(quantiles)) == (share == 0, share == 1)
@@ -456,4 +460,5 @@ def draw_lengths(
     draws = torch.rand(count, generator=generator, dtype=torch.float64)
     right = torch.searchsorted(shares, draws).clamp(1, len(shares) - 1)
     inside = (draws - shares[right - 1]) / (shares[right] - shares[right - 1])
-    return torch.lerp(tokens[right - 1].log(), tokens[right].log(), inside).exp().long()
+    lengths = torch.lerp(tokens[right - 1].log(), tokens[right].log(), inside).exp().long()
+    return lengths.maximum(tokens[right - 1].long())  # exp(log(n)) may fall below n

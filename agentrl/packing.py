@@ -4,6 +4,7 @@
 How much of a padded batch is waste, and what does removing it risk?
 """
 
+import functools
 import heapq
 import operator
 from array import array
@@ -232,7 +233,8 @@ def pack_sequences(trajs: Sequence[Trajectory], max_tokens: int, pad_id: int = 0
 
     def lay_out(values: Sequence[Tensor], value: float, gap: int = 0) -> Tensor:
         """All pieces in one copy: the values of each sequence, its gap, and what a row lacks."""
-        filling, pieces = values[0].new_full((max_tokens,), value), []
+        dtype = functools.reduce(torch.promote_types, {v.dtype for v in values})
+        filling, pieces = values[0].new_full((max_tokens,), value, dtype=dtype), []
         for row, padding in zip(rows, spare, strict=True):
             for i in row:
                 pieces += [values[i], filling[:gap]] if gap else [values[i]]
@@ -244,7 +246,7 @@ def pack_sequences(trajs: Sequence[Trajectory], max_tokens: int, pad_id: int = 0
     # After each sequence comes one 0, since its last token predicts nothing here.
     masks = lay_out([traj.action_mask for traj in trajs], 0, 1).bool()
     logps = lay_out([traj.sample_logp for traj in trajs], 0.0, 1)
-    if (masks & ~logps.isfinite()).any():
+    if (masks & ~logps.isfinite().to(device)).any():
         _check_sample_logp(trajs)  # says where
     return {
         "ids": lay_out(ids, pad_id),
@@ -333,7 +335,7 @@ class _SegmentAttention(TorchFunctionMode):
     def __init__(self, lengths: list[int]) -> None:
         super().__init__()
         self.lengths, self.calls = lengths, 0
-        self.grad = torch.is_grad_enabled()
+        self.unseen = False  # by autograd
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -353,11 +355,7 @@ class _SegmentAttention(TorchFunctionMode):
         is_causal: bool = False,
         **options: Any,  # scale, enable_gqa
     ) -> Tensor:
-        if self.grad and not torch.is_grad_enabled():
-            raise RuntimeError(
-                "the model attends without gradients, as reentrant checkpoints do, which would "
-                "attend again in the backward pass without these segments: use attention='mask'"
-            )
+        self.unseen |= not torch.is_grad_enabled()
         if attn_mask is not None or dropout_p or not (is_causal or query.shape[-2] == 1):
             given = "no" if attn_mask is None else "a"
             raise RuntimeError(
@@ -391,7 +389,8 @@ def packed_logits(
         ValueError: if the shapes differ, or for another `attention`.
         RuntimeError: for `segments` with a model that does not attend by
             `torch.nn.functional.scaled_dot_product_attention`, or that asks it for a mask of its
-            own, for dropout, or for attention that is not causal; or with reentrant checkpoints.
+            own, for dropout, or for attention that is not causal; or with checkpoints, which
+            attend again: reentrant ones at once, others in the backward pass.
     """
     if not ids.shape == position_ids.shape == segment_ids.shape:
         shapes = [list(x.shape) for x in (ids, position_ids, segment_ids)]
@@ -409,6 +408,11 @@ def packed_logits(
     if not mode.calls:
         raise RuntimeError(
             "the model never called scaled_dot_product_attention: use attention='mask'"
+        )
+    if mode.unseen and logits.requires_grad:
+        raise RuntimeError(
+            "the model attends where autograd does not look, as reentrant checkpoints do, which "
+            "attend again in the backward pass without these segments: use attention='mask'"
         )
     return logits.new_zeros(R, L, logits.shape[-1]).masked_scatter(real[..., None], logits)
 

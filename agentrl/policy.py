@@ -128,9 +128,14 @@ class Block(nn.Module):
 
 def _check_ids(ids: Tensor, size: int, name: str = "ids") -> None:
     # On CUDA the look-up itself checks, without waiting for the device.
-    if type(ids) is not Tensor or ids.device.type != "cpu" or not ids.numel():
-        return  # a fake tensor has no values
-    if not 0 <= ids.min() <= ids.max() < size:
+    unread = type(ids) is not Tensor or torch.compiler.is_compiling()  # fake, or to be traced
+    if unread or ids.device.type != "cpu" or not ids.numel():
+        return
+    try:
+        inside = bool(0 <= ids.min() <= ids.max() < size)
+    except RuntimeError:  # under vmap no value can be read
+        return
+    if not inside:
         index = ((ids < 0) | (ids >= size)).nonzero()[0].tolist()
         raise ValueError(f"{name}{index} = {ids[tuple(index)].item()} is outside 0..{size - 1}")
 
@@ -216,13 +221,13 @@ class TinyAgent(nn.Module):
                 `counts` or a mask do not fit the cache.
         """
         B, T = ids.shape
+        _check_ids(ids, self.token.num_embeddings)
+        if position_ids is not None:
+            _check_ids(position_ids, self.max_len, "position_ids")
         if cache is None:
-            _check_ids(ids, self.token.num_embeddings)
             new, places = None, torch.arange(T, device=ids.device)
             if position_ids is None and ids.shape[1] > self.max_len:
                 raise ValueError(f"{T} positions exceed max_len = {self.max_len}")
-            if position_ids is not None:
-                _check_ids(position_ids, self.max_len, "position_ids")
             if counts is not None:
                 raise ValueError(f"counts = {counts} belong to a cache, and there is none")
         else:

@@ -233,7 +233,8 @@ def check_trajectories(trajs: Sequence[Trajectory], min_tokens: int = 2) -> None
 
 def _check_sample_logp(trajs: Sequence[Trajectory]) -> None:
     for i, traj in enumerate(trajs):
-        unusable = traj.action_mask.bool() & ~traj.sample_logp.isfinite()
+        finite = traj.sample_logp.isfinite().to(traj.action_mask.device)
+        unusable = traj.action_mask.bool() & ~finite
         for t in unusable.nonzero()[:, 0].tolist():
             logp = traj.sample_logp[t].item()
             raise ValueError(f"trajs[{i}].sample_logp[{t}] = {logp} is not finite")
@@ -261,7 +262,9 @@ def collate(trajs: Sequence[Trajectory], pad_id: int) -> dict[str, Tensor]:
     return {
         "ids": pad_rows([traj.ids for traj in trajs], width, pad_id),
         "action_mask": pad_rows([traj.action_mask.bool() for traj in trajs], width - 1, False),
-        "sample_logp": pad_rows([traj.sample_logp.double() for traj in trajs], width - 1, 0.0),
+        "sample_logp": pad_rows(
+            [traj.sample_logp.detach().double() for traj in trajs], width - 1, 0.0
+        ),
         "lengths": lengths,
         "rewards": torch.tensor([float(traj.reward) for traj in trajs], dtype=torch.float64),
     }

@@ -594,6 +594,7 @@ def prefill_seconds(
         params: use 2 * params FLOPs per token instead of exact counts, which include attention
             (and the output head at every token, though a server needs it at the last one only).
     """
+    lengths = _counts(lengths)
     _positive(mfu=mfu, tokens=sum(lengths), params=params)
     _share(mfu=mfu)
     flops = 2 * params * sum(lengths) if params else forward_flops(shape, lengths)
@@ -614,6 +615,7 @@ def train_tokens_per_s(
 
     The arguments are those of `prefill_seconds`; `lengths` matters for exact counts.
     """
+    lengths = _counts(lengths)
     forward = prefill_seconds(shape, gpu, lengths=lengths, mfu=mfu, params=params)
     return Estimate(sum(lengths) / (3 * forward), "tokens/s per GPU", **forward.assumptions)
 

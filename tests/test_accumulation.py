@@ -214,8 +214,10 @@ def test_the_loss_of_a_microbatch_stays_what_it_was():
 
 def test_the_older_sharding_is_refused():
     model = object.__new__(FullyShardedDataParallel)
-    with pytest.raises(TypeError, match="shard it by fully_shard"):
-        accumulate_gradients(model, lambda x: x, [1])
+    torch.nn.Module.__init__(model)
+    for hidden in (model, torch.nn.Sequential(torch.nn.Linear(1, 1), model)):
+        with pytest.raises(TypeError, match="shard it by fully_shard"):
+            accumulate_gradients(hidden, lambda x: x, [1])
 
 
 def torchrun(ranks, *command):
@@ -267,6 +269,13 @@ for kind in ("plain", "ddp", "fsdp2"):
         if kind == "fsdp2":
             fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
         pieces = [values, torch.zeros(1, 3).double()]
+        if kind == "fsdp2":
+            try:
+                accumulate_gradients(torch.nn.Sequential(model), lambda v: v, pieces)
+            except TypeError as error:
+                assert "hides sharded weights" in str(error)
+            else:
+                raise AssertionError("a hidden sharded module was accepted")
         loss = accumulate_gradients(
             model, lambda v: model(v.reshape(-1, 1))[:, 0].sum() / 5, pieces, sync_each=sync_each)
         grad = _flat_gradient(model)

@@ -137,6 +137,14 @@ def test_a_nan_never_passes() -> None:
 # Limits
 
 
+def test_products_into_a_given_tensor_are_seen() -> None:
+    a, out = torch.ones(3, 3), torch.empty(3, 3)
+    for product in (lambda: torch.mm(a, a, out=out), lambda: torch.addmm(out, a, a, out=out)):
+        with audit._Coarsest() as seen:
+            product()
+        assert len(seen.products) == 1 and seen.roundoff >= 2.0**-24
+
+
 def test_the_coarsest_type_on_the_way_counts() -> None:
     _, u = audit._observe(lambda x: x.bfloat16().float().double(), torch.ones(3))
     assert u == arl.unit_roundoff(torch.bfloat16) == 2.0**-8
@@ -279,6 +287,24 @@ def test_a_leak_of_one_entry_is_found_there() -> None:
     assert not found and found.index.startswith("row 0, entry 6 (segment 1)")
     assert found.trace[6] == found.worst > 0 and sum(x > 0 for x in found.trace) == 1
     assert arl.leak_check(fn, ids, segments, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("numbers", [[[0, 0, 0, 0], [0, 0, 1, 1]], [[0, 0, 0, 0], [1, 1, 2, 2]]])
+def test_a_leak_from_row_to_row_is_found(numbers: list[list[int]]) -> None:
+    segments = torch.tensor(numbers)
+    ids = torch.arange(1, 9).view(2, 4)
+    flat = lambda x: x.double().cumsum(-1)  # noqa: E731
+
+    def joined(x: Tensor) -> Tensor:  # the last segment of a row runs on into the next row
+        first = flat(x[:1])
+        second = arl.segment_cumsum(x[1:].double(), segments[1:])
+        second[:, :2] += first[:, -1:]
+        return torch.cat([first, second])
+
+    found = arl.leak_check(joined, ids, segments)
+    assert not found and found.index.startswith("row 1, entry"), found
+    right = lambda x: arl.segment_cumsum(x.double(), segments)  # noqa: E731
+    assert arl.leak_check(right, ids, segments)
 
 
 def test_a_later_sequence_and_padding_are_told_apart() -> None:
@@ -431,6 +457,19 @@ def test_local_means_are_found_and_their_weight_is_named(counts: list[int], seed
     assert float(words[5]) == pytest.approx(weights[worst], abs=0.006)
 
 
+def test_a_microbatch_without_a_gradient_is_not_left_out() -> None:
+    values = torch.randn(50, 40, generator=generator(0), dtype=torch.float64)
+    values[10:20] = 0  # groups without variance
+    split = [list(range(10)), list(range(10, 20)), list(range(20, 50))]
+
+    def grad(batch: Tensor, plan: list[list[int]]) -> Tensor:
+        return sum(batch[rows].mean(0) for rows in plan) / len(plan)
+
+    found = arl.split_invariance_check(grad, values, [split])
+    assert not found and "divided by its own count" in found.likely, found
+    assert "left out" not in found.likely
+
+
 def test_a_microbatch_left_out_is_named() -> None:
     batch, grad = token_means([3, 4, 5, 6], 0)
     found = arl.split_invariance_check(
@@ -525,6 +564,22 @@ def test_patterns_of_ratios() -> None:
         assert not found and text in found.likely, (text, found)
 
 
+@pytest.mark.parametrize(("by", "side"), [(-1, "before"), (1, "after")])
+def test_the_side_of_a_shifted_mask(by: int, side: str) -> None:
+    trajs, logits = random_episodes(3, B=8)
+    mask = torch.zeros(11, dtype=torch.bool)
+    mask[2:5] = mask[7:10] = True
+    for traj in trajs:
+        traj.sample_logp = traj.sample_logp * mask
+        traj.action_mask = audit._shift(mask, by)
+    found = arl.step_zero_ratio_check(lambda ts: scored(logits, ts), trajs)
+    assert not found and f"off by one: the sampler's tokens are {side} it" in found.likely
+    for traj in trajs:
+        traj.action_mask = audit._shift(mask, -3)
+    found = arl.step_zero_ratio_check(lambda ts: scored(logits, ts), trajs)
+    assert not found and "off by one" not in found.likely
+
+
 def test_a_hint_does_not_name_one_cause_for_many() -> None:
     trajs, logits = random_episodes(3, B=8)
     found = arl.step_zero_ratio_check(lambda ts: [-x for x in scored(logits, ts)], trajs)
@@ -581,8 +636,9 @@ def test_masked_entries_are_not_read() -> None:
         (lambda ts: [t.sample_logp for t in ts[:2]], "returned 2 rows for 4"),
         (lambda ts: [t.sample_logp[:-1] for t in ts], "for trajs[0], needs [11]"),
         (lambda ts: [t.sample_logp * math.nan for t in ts], "not finite"),
-        (lambda ts: None, "returned NoneType, which is no tensor"),
-        (lambda ts: [t.sample_logp.tolist() for t in ts], "returned list, which is no tensor"),
+        (lambda ts: None, "returned NoneType, not a tensor or a list"),
+        (lambda ts: [t.sample_logp.tolist() for t in ts], "returned list, not a tensor or a list"),
+        (lambda ts: (t.sample_logp for t in ts), "returned generator, not a tensor or a list"),
     ],
 )
 def test_broken_log_probs_are_diagnosed(fn: Any, says: str) -> None:
@@ -675,6 +731,8 @@ def test_broken_filters_are_diagnosed() -> None:
     assert "raised ZeroDivisionError" in check(lambda groups: 1 / 0).likely
     assert "unequal rewards is dropped" in check(lambda groups: [False] * len(groups)).likely
     assert check(lambda groups: [True] * len(groups)).index == "group 0, rewards [0, 0]"
+    unbounded = check(lambda groups: [min(g) < max(g) for g in groups], low=0.2, high=0.8)
+    assert "outside the bounds is kept" in unbounded.likely
     everything = check(lambda groups: [len(set(g)) > 1 and g[0] != 0.25 for g in groups])
     assert everything.worst == 1 and "[0.25, 0.5]" in everything.index
 

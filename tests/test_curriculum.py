@@ -14,6 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -391,6 +392,29 @@ def test_proportional_draws_from_all_tasks(monkeypatch: pytest.MonkeyPatch) -> N
 def test_bad_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train_curriculum(tiny(), TRAIN, TOK, SMALL, 1, **options)
+
+
+def test_a_run_that_on_step_ended_stays_ended(tmp_path: Path) -> None:
+    path, stop = tmp_path / "run.pt", lambda model, history: len(history) == 2
+    options = {"on_step": stop, "checkpoint": path}
+    history = train_curriculum(tiny(), TRAIN, TOK, SMALL, 5, **options)
+    assert len(history) == 2 and "on_step ended the run after 2 of 5" in history[-1]["reason"]
+    assert train_curriculum(tiny(), TRAIN, TOK, SMALL, 5, **options) == history
+
+
+def test_a_curriculum_is_not_resumed_without_its_rule(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    train_curriculum(tiny(), TRAIN, TOK, SMALL, 1, low=numpy.float64(-1), high=2, checkpoint=path)
+    with pytest.raises(ValueError, match="rule"):
+        train_rl(tiny(), TRAIN, TOK, SMALL, 2, checkpoint=path)
+    again = {"low": numpy.float64(-1), "high": 2, "checkpoint": path}
+    assert len(train_curriculum(tiny(), TRAIN, TOK, SMALL, 2, **again)) == 2
+
+
+def test_no_jobs_and_no_workers() -> None:
+    assert run_arms([]) == []
+    with pytest.raises(ValueError, match="workers = 0"):
+        run_arms([{}], workers=0)
 
 
 @pytest.mark.parametrize("sampling", curriculum.SAMPLINGS)

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -323,6 +324,8 @@ def test_averages_refuse_at_the_door() -> None:
         ("max_grad_norm", -1.0),
         ("max_grad_norm", 0.0),
         ("weight_grid", 0.0),
+        ("weight_grid", 0.3),
+        ("weight_grid", math.inf),
     ],
 )
 def test_a_run_refuses_what_would_wreck_it(name: str, value: float) -> None:
@@ -337,6 +340,44 @@ def test_a_grid_is_a_power_of_two() -> None:
             grpo.snap_weights(model, grid)
     grpo.snap_weights(model, 0.25)
     assert all(((p * 4).round() == p * 4).all() for p in model.parameters())
+
+
+def test_a_grid_in_half_precision_keeps_the_weights() -> None:
+    model = nn.Linear(2, 2).half()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, -3.0], [0.5, 60000.0]]))
+    before = model.weight.clone()
+    grpo.snap_weights(model, 2.0**-16)
+    assert torch.equal(model.weight, before)
+
+
+def test_the_recorded_log_probs_get_no_gradient() -> None:
+    mask, advantages = torch.ones(2, 3), randn(2)
+    gradients = []
+    for detach in (False, True):
+        logp = randn(2, 3, seed=1).requires_grad_()
+        old = logp.detach() if detach else logp
+        clipped_surrogate_loss(logp, old, advantages, mask).backward()
+        gradients.append(logp.grad)
+    assert torch.equal(*gradients) and gradients[0].abs().min() > 0
+
+
+def test_half_precision_logits_meet_the_temperature_in_float32() -> None:
+    logits = torch.tensor([10.0, 9.5]).bfloat16().expand(1, 1, 2)
+
+    class Fixed(nn.Linear):
+        def forward(self, ids: Tensor) -> Tensor:
+            return logits
+
+    got = grpo._log_probs(Fixed(1, 1), torch.tensor([[0, 1]]), 0.7)
+    exact = (logits.double() / 0.7).log_softmax(-1)[..., 1]
+    torch.testing.assert_close(got.double(), exact, rtol=0, atol=1e-6)
+
+
+def test_an_estimate_of_unlike_shapes_is_refused() -> None:
+    for kind in ("k1", "k2", "k3"):
+        with pytest.raises(ValueError, match=re.escape("ref_logp [4, 1] does not fit logp [4]")):
+            kl_estimate(torch.zeros(4), torch.zeros(4, 1), kind)
 
 
 def test_shapes_that_would_broadcast_are_refused() -> None:
@@ -1100,3 +1141,11 @@ class TestSeed2(Seed):
 
 class TestSeed3(Seed):
     seed = 3
+
+
+def test_numbers_of_numpy_can_be_resumed(tmp_path: Path) -> None:
+    cfg = RLConfig(**{**vars(SMALL), "lr": numpy.float64(1e-3), "seed": numpy.int64(1)})
+    assert type(cfg.lr) is float and type(cfg.seed) is int
+    path = tmp_path / "run.pt"
+    train_rl(Eager(), TRAIN, TOK, cfg, 1, checkpoint=path)
+    assert len(train_rl(Eager(), TRAIN, TOK, cfg, 2, checkpoint=path)) == 2

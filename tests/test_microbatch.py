@@ -542,6 +542,7 @@ def test_a_schedule_to_judge_is_checked():
         ([[[0]], [[1], []]], r"ranks\[1\]\[1\] = \[\] needs indices from 0 to 2"),
         ([[[0, 3]]], r"ranks\[0\]\[0\] = \[0, 3\]"),
         ([[[0, -1]]], r"ranks\[0\]\[0\] = \[0, -1\]"),
+        ([[0, 1], [2]], r"ranks\[0\]\[0\] = 0 needs"),
     ):
         for packed in (False, True):
             with pytest.raises(ValueError, match=words):
@@ -558,3 +559,11 @@ def test_a_cost_must_not_fall():
         with pytest.raises(ValueError, match=r"cost\(4\) = 0.25 is below cost\(3\) = 0.33"):
             call(lambda s: 1 / s)
         call(lambda s: 1.0)
+
+
+def test_a_draw_is_inside_its_quantiles():
+    with pytest.raises(ValueError, match="quantiles is empty"):
+        arl.draw_lengths((), 5, torch.Generator())
+    for n in (5, 1000, 4097):
+        draws = arl.draw_lengths(((0, n), (0.5, n), (1, n)), 20, torch.Generator())
+        assert draws.tolist() == [n] * 20

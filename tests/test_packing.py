@@ -325,6 +325,7 @@ def test_types_are_promoted_not_cut() -> None:
     trajs = make_trajs([3, 2])
     trajs[0].ids = torch.tensor([1, 2, 3], dtype=torch.uint8)
     trajs[1].ids = torch.tensor([300, 301])
+    assert pack_sequences(trajs, 6, pad_id=-1)["ids"][0, -1] == -1
     trajs[0].sample_logp, trajs[1].sample_logp = torch.zeros(2), torch.full((1,), 1e-300).double()
     packed = pack_sequences(trajs, 5)
     assert packed["ids"].tolist() == [[1, 2, 3, 300, 301]]
@@ -537,6 +538,14 @@ def test_segments_keep_the_options_of_the_model(model: Attention) -> None:
     assert torch.allclose(by_mask, by_segments, rtol=0, atol=1e-12)
 
 
+class Frozen(Attention):
+    """A reference policy, which never has gradients."""
+
+    @torch.no_grad()
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        return super().forward(*args, **kwargs)
+
+
 def test_segments_refuse_reentrant_checkpoints() -> None:
     # They attend again in the backward pass, where nothing says where a segment ends.
     class Checkpointed(Attention):
@@ -558,6 +567,7 @@ def test_segments_refuse_reentrant_checkpoints() -> None:
     assert run(Checkpointed(), packed, "mask").requires_grad
     with torch.no_grad():  # nothing will be recomputed
         run(Checkpointed(), packed, "segments")
+    run(Frozen(), packed, "segments")
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,31 @@ def test_an_id_outside_is_named_where_it_stands() -> None:
         model(ids, position_ids=torch.arange(19, 25).expand(2, 6))
 
 
+def test_a_refused_id_leaves_the_cache_as_it_was() -> None:
+    model = tiny()
+    cache = model.new_cache(1)
+    model(some_ids(1, 3), cache=cache)
+    with pytest.raises(ValueError, match=re.escape("ids[0, 1] = 99 is outside 0..10")):
+        model(torch.tensor([[2, 99]]), cache=cache)
+    assert cache.lengths == [3]
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_the_model_can_be_mapped_over_sequences() -> None:
+    model, ids = tiny(), some_ids(3, 6)
+    weights = dict(model.named_parameters())
+
+    def loss(weights: dict[str, Tensor], row: Tensor) -> Tensor:
+        logits = torch.func.functional_call(model, weights, (row[None, :-1],))[0]
+        return F.cross_entropy(logits, row[1:])
+
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, ids)
+    for b in range(3):
+        alone = torch.func.grad(loss)(weights, ids[b])
+        for name, gradient in alone.items():
+            torch.testing.assert_close(each[name][b], gradient, rtol=0, atol=1e-12)
+
+
 def test_what_would_be_ignored_is_refused() -> None:
     model, ids = tiny(), some_ids(2, 4)
     mask = torch.ones(2, 1, 4, 4, dtype=torch.bool).tril()

@@ -292,6 +292,17 @@ def test_lengths_of_any_integer_type_do_not_overflow():
             assert found == arl.forward_flops(qwen8b(), [65_536], pairs=pairs) and found > 2**45
 
 
+def test_rates_take_any_integer_type():
+    lengths = torch.full((200_000,), 24_000, dtype=torch.int32)
+    for params in (None, 8e9):
+        got = arl.train_tokens_per_s(qwen8b(), H200, lengths=lengths, params=params)
+        one = arl.train_tokens_per_s(qwen8b(), H200, lengths=[24_000], params=params)
+        assert got == pytest.approx(one, rel=1e-12)
+        assert "tokens=4,800,000,000" in got.report()
+    with pytest.raises(ValueError, match=r"lengths\[0\] = -5"):
+        arl.prefill_seconds(qwen8b(), H200, lengths=[-5, 10], params=8e9)
+
+
 @pytest.mark.parametrize("pairs", ["causal", "square"])
 def test_a_length_that_is_none_is_named(pairs):
     with pytest.raises(ValueError, match=r"lengths\[1\] = -3 is negative"):
