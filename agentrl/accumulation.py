@@ -187,7 +187,10 @@ def accumulate_gradients(
     if not isinstance(model, FSDPModule) and any(
         isinstance(p, DTensor) for p in model.parameters()
     ):
-        raise TypeError("model hides sharded weights: pass the module that fully_shard returned")
+        raise TypeError(
+            "model has sharded weights and is not sharded itself: pass the module that fully_shard "
+            "returned; tensor parallelism alone is not supported"
+        )
     ranks = _ranks(group)
     wrapped = isinstance(model, DistributedDataParallel | FSDPModule)
     scale = ranks if wrapped else 1  # both wrappers average over ranks; this makes it a sum

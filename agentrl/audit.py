@@ -70,11 +70,11 @@ class CheckResult:
     Attributes:
         check: its name.
         passed: the verdict.
-        worst: the largest number found, in `unit`.
+        worst: the number furthest above its limit, in `unit`.
         index: where.
         threshold: `worst` may be this large, and `why`.
         likely: the likely cause, if it failed.
-        trace: the numbers of all places that were compared, in order, to plot.
+        trace: numbers of places that were compared, in order, to plot, if the check keeps them.
     """
 
     check: str
@@ -450,6 +450,7 @@ def _changes(segment_ids: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
         for half in (0, 1):
             mine = ((row >> bit) % 2 == half).expand_as(segment_ids)
             yield "other rows", mine, mine
+            yield "other rows", mine & first, mine
 
 
 # long: one loop over segments
@@ -483,7 +484,7 @@ def _changed_segments(
             hit = owner[row, t].item()
             index = f"row {row}, entry {t} (segment {hit}), after {what} changed"
             segment = int(what.split()[1]) if what.startswith("segment") else hit
-            if what == "other rows":
+            if what == "other rows" or (segment_ids[row] != segment).all():
                 likely = "one row sees another: boundaries are lost where rows are joined"
             elif segment < 0:
                 likely = "padding is attended to"
@@ -517,16 +518,17 @@ def _crossing_gradient(
     """Find the largest input gradient that one segment's values have on another segment."""
     embeds = embeds.detach().requires_grad_()
     found = {"worst": 0.0, "index": "any segment"}
-    for segment in segment_ids[segment_ids >= 0].unique().tolist():
+    for what, part, mine in _changes(segment_ids):
         values = fn(embeds)
-        mine = _owner(segment_ids, values.shape[1]) == segment
-        (grad,) = torch.autograd.grad(values[mine].sum(), embeds)
-        size = grad.abs().double().amax(-1).to(segment_ids.device)
-        size = size.masked_fill(segment_ids == segment, 0.0)
+        asked = mine[:, : values.shape[1]] & (_owner(segment_ids, values.shape[1]) >= 0)
+        if part is not mine or not asked.any():
+            continue
+        (grad,) = torch.autograd.grad(values[asked].sum(), embeds)
+        size = grad.abs().double().amax(-1).to(segment_ids.device).masked_fill(mine, 0.0)
         size = size.nan_to_num(nan=math.inf, posinf=math.inf)
         if size.max() > found["worst"]:
             row, t = divmod(int(size.argmax()), size.shape[1])
-            index = f"row {row}, token {t}, from the values of segment {segment}"
+            index = f"row {row}, token {t}, from the values of {what}"
             likely = "attention or state crosses the boundary"
             found = {"worst": size.max().item(), "index": index, "likely": likely}
     return found
@@ -741,8 +743,8 @@ def _why_split(
                 "a microbatch alone gives another gradient than inside the batch: advantages or "
                 "statistics are computed per microbatch"
             )
-        size = parts.norm(dim=1)  # a part without a gradient has any weight
-        ratio = torch.where(size > 1e-9 * size.max(), actual / right, 1.0)
+        moved = (actual - right).abs() * parts.norm(dim=1)  # a silent part may have any weight
+        ratio = torch.where(moved > 0.01 * moved.max(), actual / right, 1.0)
         j = int((ratio - 1).abs().argmax())
         if abs(ratio[j]) < 0.01:
             return f"microbatch {j} is left out"
@@ -1284,17 +1286,19 @@ def head_memory_check(
     d_model: int = 256,
     tokens: int = 4096,
     dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
     strict: bool = False,
 ) -> CheckResult:
     """Check that the memory of an output head does not grow by a row of logits per token.
 
-    Runs forward and backward at `tokens` and twice as many under `peak_memory`, on fake tensors,
-    and first on a small case for its values.
+    Runs forward and backward at `tokens` and twice as many under `peak_memory`, and first on a
+    small case for its values.
 
     Args:
         fn: from hidden [1, T, D], weight [V, D] and ids [1, T] to log-probabilities [1, T].
         vocab_size, d_model, tokens: V, D and T; V well above 12 D, which a head may cost.
         dtype: of hidden and weight.
+        device: "cpu" counts fake tensors; "cuda" asks the allocator, for a head that needs a GPU.
         strict: raise `AuditError` if the check fails.
 
     Raises:
@@ -1306,7 +1310,7 @@ def head_memory_check(
     def verdict(**fields: Any) -> CheckResult:
         return _result(strict, check="head_memory_check", **fields)
 
-    if problem := _head_values(fn, dtype):
+    if problem := _head_values(fn, dtype, device):
         return verdict(**problem)
 
     def step(hidden: Tensor, weight: Tensor, ids: Tensor) -> None:
@@ -1316,7 +1320,7 @@ def head_memory_check(
         like = {"dtype": dtype, "device": "meta", "requires_grad": True}
         ids = torch.empty(1, T, dtype=torch.int64, device="meta")
         shapes = torch.empty(1, T, d_model, **like), torch.empty(vocab_size, d_model, **like)
-        return peak_memory(step, *shapes, ids, device="cpu")
+        return peak_memory(step, *shapes, ids, device=device)
 
     slope = (peak(2 * tokens) - peak(tokens)) / tokens
     return verdict(
@@ -1328,13 +1332,14 @@ def head_memory_check(
 
 
 # long: values against a reference
-def _head_values(fn: Callable[..., Tensor], dtype: torch.dtype) -> dict[str, Any]:
+def _head_values(fn: Callable[..., Tensor], dtype: torch.dtype, device: str) -> dict[str, Any]:
     """Compare a head with float64 on a small case; {} if it agrees."""
     draws = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(*s, generator=draws).to(dtype) for s in ((1, 24, 16), (48, 16)))
     ids = torch.randint(48, (1, 24), generator=draws)
     exact = (hidden.double() @ weight.double().T).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-    got, roundoff = _observe(fn, hidden, weight, ids)
+    got, roundoff = _observe(fn, *(x.to(device) for x in (hidden, weight, ids)))
+    got = got.cpu() if isinstance(got, Tensor) else got
     fields = {"worst": math.nan, "threshold": 0.0, "index": "the output", "why": "[1, T] is asked"}
     if not isinstance(got, Tensor) or got.shape != ids.shape:
         shape = list(got.shape) if isinstance(got, Tensor) else type(got).__name__

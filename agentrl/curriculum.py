@@ -111,7 +111,7 @@ def filter_by_pass_rate(
         low, high: the bounds; below 0 and above 1 they keep every task.
 
     Raises:
-        ValueError: naming the index of a rate that is missing or no rate, or if low >= high.
+        ValueError: naming a rate that is missing or none, or if low >= high.
     """
     if not low < high:
         raise ValueError(f"low = {low} must be below high = {high}")
@@ -316,7 +316,8 @@ def train_curriculum(
             rewards.
         max_groups: the most that `dynamic` samples per step; by default 3 `cfg.prompts_per_step`.
         checkpoint, checkpoint_every: as in `train_rl`; the file also holds the estimates.
-        on_step: called after each step with the model and the history; a true value ends the run.
+        on_step: called after each step with the model and the history; a true value ends the run,
+            which its checkpoint remembers.
 
     Returns:
         Per step the record of `train_rl`, over all sampled episodes; where tasks were revisited,
@@ -360,7 +361,7 @@ def train_curriculum(
         if reason:
             history[-1]["reason"] = reason
         ended = bool(on_step and on_step(model, history))
-        if ended and not reason:
+        if ended and not reason and step + 1 < steps:
             history[-1]["reason"] = f"on_step ended the run after {step + 1} of {steps} steps"
         if path is not None and ((step + 1) % checkpoint_every == 0 or ended or step + 1 == steps):
             _save(path, parts, history=history, groups=groups, ended=ended, **run)

@@ -4,6 +4,7 @@
 How does a group of rewards become a gradient?
 """
 
+import ctypes
 import dataclasses
 import hashlib
 import inspect
@@ -173,7 +174,8 @@ def aggregate_loss(
         A scalar; exactly 0, with gradient 0, if the mask is 0 everywhere.
 
     Raises:
-        ValueError: for an unknown mode, shapes that differ, a missing or non-positive `norm_const`.
+        ValueError: for an unknown mode, shapes that differ, a missing or non-positive `norm_const`;
+            a tensor on CUDA is not read.
     """
     if mode not in LOSS_AGG_MODES:
         raise ValueError(f"mode must be one of {LOSS_AGG_MODES}, got {mode!r}")
@@ -200,7 +202,10 @@ def _check_norm_const(norm_const: float | Tensor | None, mask: Tensor) -> None:
     if isinstance(norm_const, Tensor):
         if type(norm_const) is not Tensor or norm_const.device.type != "cpu":
             return  # it has no value, or one that takes waiting for the device
-        if norm_const == 0 and not mask.any():
+        try:
+            if torch.compiler.is_compiling() or (norm_const == 0 and not mask.any()):
+                return
+        except RuntimeError:  # under vmap
             return
     if norm_const is not None and not norm_const > 0:
         raise ValueError(f"norm_const = {norm_const} must be positive")
@@ -428,6 +433,8 @@ def behavior_clone(
 ) -> list[float]:
     """Train a model on the masked tokens of demonstrations, once through; return the losses.
 
+    At the end the weights are rounded, as by `snap_weights`.
+
     Args:
         demonstrations: sorted into batches of 64 of similar length, visited in random order.
         lr: peak learning rate of AdamW, with a short warm-up and a linear decay.
@@ -475,7 +482,8 @@ def _digest(weights: dict[str, Tensor]) -> str:
     """Hash names and values."""
     sha = hashlib.sha256()
     for name, value in weights.items():
-        sha.update(name.encode() + value.cpu().contiguous().numpy().tobytes())
+        value = value.cpu().contiguous()
+        sha.update(name.encode() + ctypes.string_at(value.data_ptr(), value.nbytes))  # no NumPy
     return sha.hexdigest()
 
 

@@ -508,10 +508,11 @@ def fused_log_probs(
         weight: of the output head, [V, D]; it may be tied to the embedding, or frozen.
         ids: the chosen tokens [...], scored by the state at the same place.
         temperature: the logits are divided by it.
-        chunk: tokens per tile; by default as many as vocabulary entries.
+        chunk: tokens per tile; by default as many as vocabulary entries, if D is not much larger.
         mask: [...]; where it is 0 nothing is computed, the result is 0, and the id may be anything.
         entropy: also return the entropy of each token's distribution, with its gradient.
-        tile_bytes: memory of a tile of float32 logits, in bytes; 8 MiB, on CUDA 16 MiB.
+        tile_bytes: a tile of float32 logits, and what lies beside it, takes at most so much memory,
+            in bytes; 8 MiB, on CUDA 16 MiB.
 
     Returns:
         log p(id) in nats, [...], summed and returned in float32 (float64 from float64) whatever the
@@ -751,7 +752,7 @@ def fused_policy_loss(
 
     Raises:
         ValueError: if shapes do not fit, an id is outside the vocabulary, a size or the temperature
-            is not positive, or a side of the clip is negative.
+            is not positive, a side of the clip is negative, or `kl_coef` lacks `ref_logp`.
         TypeError: if a dtype is not of the right kind.
     """
     # long: the docstring

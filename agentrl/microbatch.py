@@ -9,7 +9,7 @@ import heapq
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -255,8 +255,9 @@ def rank_imbalance(
     Args:
         ranks: microbatches of each rank, lists of indices into `lengths`.
         lengths: tokens of each sequence [N].
-        cost: FLOPs of a sequence of the given length; by default `sequence_cost()`.
-        packed: whether a microbatch costs the sum of its sequences, or its count times its longest.
+        cost: FLOPs of a sequence of the given length, positive; by default `sequence_cost()`.
+        packed: whether a microbatch costs the sum of its sequences, or its count times its longest,
+            whose cost must then be the highest.
 
     Returns:
         The slowest rank's cost over the mean, and the sum over k of the costliest k-th microbatch
@@ -276,7 +277,8 @@ def rank_imbalance(
                 )
     if not any(map(len, ranks)):
         raise ValueError("ranks has no microbatch")
-    price = _check_costs(sizes, cost or sequence_cost())
+    held = (sizes[i] for rank in ranks for batch in rank for i in batch)
+    price = _check_costs(held, cost or sequence_cost(), rising=not packed)
     loads = []
     for rank in ranks:
         rows = [[price[sizes[i]] for i in batch] for batch in rank]
@@ -347,14 +349,16 @@ def _even_totals(
             rooms[rank][batch] += sizes[leaves] - sizes[comes]
 
 
-def _check_costs(sizes: list[int], cost: Callable[[int], float]) -> dict[int, float]:
+def _check_costs(
+    sizes: Iterable[int], cost: Callable[[int], float], rising: bool = True
+) -> dict[int, float]:
     """Return the cost of each distinct length, or raise an error that names a bad one."""
     price = {size: float(cost(size)) for size in sorted(set(sizes))}
     for size, value in price.items():
         if not 0 < value < math.inf:
             raise ValueError(f"cost({size}) = {value} is not a positive number")
     for (short, less), (long, more) in itertools.pairwise(price.items()):
-        if more < less:
+        if rising and more < less:
             raise ValueError(f"cost({long}) = {more} is below cost({short}) = {less}: it must rise")
     return price
 

@@ -221,8 +221,8 @@ def pack_sequences(trajs: Sequence[Trajectory], max_tokens: int, pad_id: int = 0
         `ids[segment_ids >= 0]`.
 
     Raises:
-        ValueError: naming the index of a trajectory that is malformed, too long, or whose
-            `sample_logp` is not finite at a policy token.
+        ValueError, TypeError: naming the index of a trajectory that is malformed, too long, or
+            whose `sample_logp` is not finite at a policy token.
     """
     _check(trajs)
     lengths = [len(traj.ids) for traj in trajs]
@@ -245,8 +245,8 @@ def pack_sequences(trajs: Sequence[Trajectory], max_tokens: int, pad_id: int = 0
     number = {i: ramp[k : k + 1] for row in rows for k, i in enumerate(row)}  # within the row
     # After each sequence comes one 0, since its last token predicts nothing here.
     masks = lay_out([traj.action_mask for traj in trajs], 0, 1).bool()
-    logps = lay_out([traj.sample_logp for traj in trajs], 0.0, 1)
-    if (masks & ~logps.isfinite().to(device)).any():
+    logps = lay_out([traj.sample_logp.detach() for traj in trajs], 0.0, 1)
+    if (masks & ~logps.isfinite().to(masks.device)).any():
         _check_sample_logp(trajs)  # says where
     return {
         "ids": lay_out(ids, pad_id),
@@ -409,12 +409,26 @@ def packed_logits(
         raise RuntimeError(
             "the model never called scaled_dot_product_attention: use attention='mask'"
         )
-    if mode.unseen and logits.requires_grad:
+    if mode.unseen and _recomputes(logits.grad_fn):
         raise RuntimeError(
             "the model attends where autograd does not look, as reentrant checkpoints do, which "
             "attend again in the backward pass without these segments: use attention='mask'"
         )
     return logits.new_zeros(R, L, logits.shape[-1]).masked_scatter(real[..., None], logits)
+
+
+def _recomputes(node: Any) -> bool:
+    """Tell whether a reentrant checkpoint is behind this node of the graph."""
+    waiting, seen = [node], {None}
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        if "CheckpointFunction" in type(node).__name__:
+            return True
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
+    return False
 
 
 # long: most of it is the contract

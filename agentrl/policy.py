@@ -217,8 +217,8 @@ class TinyAgent(nn.Module):
                 end to end, and `counts[b]` of them are row b's. By default T in each row.
 
         Raises:
-            ValueError: if a sequence would exceed `max_len`, an id is outside the vocabulary, or
-                `counts` or a mask do not fit the cache.
+            ValueError: if a sequence would exceed `max_len`, an id is outside the vocabulary (on
+                CUDA the look-up fails instead), or `counts` or a mask do not fit the cache.
         """
         B, T = ids.shape
         _check_ids(ids, self.token.num_embeddings)
@@ -273,7 +273,7 @@ def selected_log_probs(logits: Tensor, ids: Tensor) -> Tensor:
         half precision are converted first.
 
     Raises:
-        ValueError: if the shapes differ, or an id is outside the vocabulary.
+        ValueError: if the shapes differ, or, on the CPU, an id is outside the vocabulary.
     """
     if logits.shape[:-1] != ids.shape:
         raise ValueError(f"logits {list(logits.shape)} do not fit ids {list(ids.shape)}")

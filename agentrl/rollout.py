@@ -115,7 +115,7 @@ def pad_rows(rows: Sequence[Tensor], width: int, value: float) -> Tensor:
     Raises:
         ValueError: if there are no rows, or one is longer than `width`.
     """
-    if not rows:
+    if len(rows) == 0:
         raise ValueError("rows is empty: there is nothing to stack")
     dtype = functools.reduce(torch.promote_types, {row.dtype for row in rows})
     out = rows[0].new_full((len(rows), width), value, dtype=dtype)
@@ -252,8 +252,8 @@ def collate(trajs: Sequence[Trajectory], pad_id: int) -> dict[str, Tensor]:
         float64 `sample_logp` [B, T - 1] and `rewards` [B].
 
     Raises:
-        ValueError: naming the index of a trajectory that is malformed, or whose `sample_logp` is
-            not finite at a policy token.
+        ValueError, TypeError: naming the index of a trajectory that is malformed, or whose
+            `sample_logp` is not finite at a policy token.
     """
     check_trajectories(trajs)
     _check_sample_logp(trajs)
@@ -305,7 +305,10 @@ def evaluate(
 
 
 def behavior_stats(trajs: Sequence[Trajectory]) -> dict[str, float]:
-    """Average reward, tokens, the policy's share, actions, errors and cut-offs over episodes."""
+    """Average reward, tokens, the policy's share, actions, errors and cut-offs over episodes.
+
+    The last three are read from `info`, as `BugFixEnv` keeps it.
+    """
     tokens = sum(len(traj.ids) for traj in trajs)
     stats = {
         "reward": sum(traj.reward for traj in trajs) / len(trajs),

@@ -491,6 +491,17 @@ class Estimate(float):
         return f"{_text(float(self))} {self.unit} ({given})"
 
 
+def _priced(shape: ModelShape, gpu: Accelerator) -> dict[str, Any]:
+    """Say of which model and device an estimate is."""
+    return {
+        "gpu": gpu.name,
+        "gpu_tflops": gpu.peak() / 1e12,
+        "gpu_tb_per_s": gpu.bandwidth / 1e12,
+        "model_params": shape.params,
+        "layers": shape.layers,
+    }
+
+
 def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
@@ -564,7 +575,7 @@ def decode_tokens_per_s(
     return Estimate(
         batch / max(to_read, to_compute),
         "tokens/s per GPU",
-        gpu=gpu.name,
+        **_priced(shape, gpu),
         batch=batch,
         context=context,
         params="exact" if params is None else params,
@@ -600,7 +611,8 @@ def prefill_seconds(
     flops = 2 * params * sum(lengths) if params else forward_flops(shape, lengths)
     rule = "exact" if params is None else params
     seconds = flops / (gpu.peak() * mfu)
-    return Estimate(seconds, "s", gpu=gpu.name, tokens=sum(lengths), mfu=mfu, params=rule)
+    work = {"tokens": sum(lengths), "sequences": len(lengths), "longest": max(lengths)}
+    return Estimate(seconds, "s", **_priced(shape, gpu), **work, mfu=mfu, params=rule)
 
 
 def train_tokens_per_s(
@@ -768,8 +780,7 @@ def step_cost(
         "prefill": read * reads / tokens,
         "decode": policy_tokens / rate / busy,
     }
-    assumptions |= {
-        "gpu": gpu.name,
+    assumptions |= _priced(shape, gpu) | {
         "params": "exact" if params is None else params,
         "decode_tokens_per_s": float(rate),
         "decode_bound": rate.assumptions["bound"],
@@ -801,7 +812,7 @@ def measure_accelerator(
 
     Args:
         device: "cpu" or a CUDA device.
-        dtypes: data types to measure products in.
+        dtypes: data types to measure products in; the estimates of this module read `bfloat16`.
         size: of the square matrices; several thousand on a GPU.
         copy_bytes: size of the tensor that is copied, which should exceed the caches. A copy reads
             and writes, so it moves twice as many bytes.
@@ -856,7 +867,7 @@ def _parser() -> _Parser:
     parser.add_argument("--steps", type=int, default=300, help="steps of the run (default 300)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     for name, argument in list(inspect.signature(step_cost).parameters.items())[2:]:
-        kind = float if argument.default is None else type(argument.default)
+        kind = int if argument.annotation in (int, "int") else float
         text = f"{kind.__name__}, default {argument.default}"
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=kind, default=argument.default, help=text)

@@ -273,7 +273,7 @@ for kind in ("plain", "ddp", "fsdp2"):
             try:
                 accumulate_gradients(torch.nn.Sequential(model), lambda v: v, pieces)
             except TypeError as error:
-                assert "hides sharded weights" in str(error)
+                assert "has sharded weights" in str(error)
             else:
                 raise AssertionError("a hidden sharded module was accepted")
         loss = accumulate_gradients(

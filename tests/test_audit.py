@@ -303,8 +303,20 @@ def test_a_leak_from_row_to_row_is_found(numbers: list[list[int]]) -> None:
 
     found = arl.leak_check(joined, ids, segments)
     assert not found and found.index.startswith("row 1, entry"), found
+    assert "one row sees another" in found.likely
     right = lambda x: arl.segment_cumsum(x.double(), segments)  # noqa: E731
     assert arl.leak_check(right, ids, segments)
+    # A sum that the change of all tokens leaves as it is, seen by the first alone.
+    same = torch.tensor([[1, 2, 3, 4]] * 2)
+    summed = lambda x: right(x) + torch.tensor([[0.0], [1.0]]) * x[0].sum()  # noqa: E731
+    assert not arl.leak_check(summed, same, segments)
+    embeds = torch.randn(2, 4, 3, generator=generator(0))
+
+    def through(e: Tensor) -> Tensor:
+        return e.sum(-1) + torch.tensor([[0.0], [1.0]]) * e[0, 0].sum()
+
+    found = arl.leak_check(right, ids, segments, embeds_fn=through, embeds=embeds)
+    assert not found and found.index.startswith("row 0, token 0, from the values of"), found
 
 
 def test_a_later_sequence_and_padding_are_told_apart() -> None:
@@ -457,9 +469,10 @@ def test_local_means_are_found_and_their_weight_is_named(counts: list[int], seed
     assert float(words[5]) == pytest.approx(weights[worst], abs=0.006)
 
 
-def test_a_microbatch_without_a_gradient_is_not_left_out() -> None:
+@pytest.mark.parametrize("size", [0.0, 1e-8, 1e-5])
+def test_a_microbatch_without_a_gradient_is_not_left_out(size: float) -> None:
     values = torch.randn(50, 40, generator=generator(0), dtype=torch.float64)
-    values[10:20] = 0  # groups without variance
+    values[10:20] *= size  # groups without variance, but for rounding
     split = [list(range(10)), list(range(10, 20)), list(range(20, 50))]
 
     def grad(batch: Tensor, plan: list[list[int]]) -> Tensor:

@@ -554,11 +554,14 @@ def test_a_schedule_to_judge_is_checked():
 def test_a_cost_must_not_fall():
     for call in (
         lambda cost: arl.rank_balanced_batches([3, 4, 5], 8, 1, cost),
-        lambda cost: arl.rank_imbalance([[[0]]], [3, 4, 5], cost),
+        lambda cost: arl.rank_imbalance([[[0, 1]]], [3, 4, 5], cost),
     ):
         with pytest.raises(ValueError, match=r"cost\(4\) = 0.25 is below cost\(3\) = 0.33"):
             call(lambda s: 1 / s)
         call(lambda s: 1.0)
+    measured = lambda s: 1 / s  # noqa: E731
+    assert arl.rank_imbalance([[[0]]], [3, 4, 5], measured) == (1, 1)  # no other length is asked
+    assert arl.rank_imbalance([[[0, 1]]], [3, 4, 5], measured, packed=True) == (1, 1)
 
 
 def test_a_draw_is_inside_its_quantiles():

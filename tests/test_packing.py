@@ -568,6 +568,9 @@ def test_segments_refuse_reentrant_checkpoints() -> None:
     with torch.no_grad():  # nothing will be recomputed
         run(Checkpointed(), packed, "segments")
     run(Frozen(), packed, "segments")
+    trunk, head = Frozen(), torch.nn.Linear(32, 5).double()
+    above = lambda *args, **kwargs: head(trunk(*args, **kwargs))  # noqa: E731
+    assert run(above, packed, "segments").requires_grad  # a frozen trunk, a trained head
 
 
 @pytest.mark.parametrize(

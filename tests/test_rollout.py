@@ -488,6 +488,7 @@ def test_the_first_row_does_not_decide_the_type() -> None:
         [1.0, 0.0],
         [2.5, 0.0],
     ]
+    assert rollout.pad_rows(torch.ones(1, 2), 3, 0).tolist() == [[1.0, 1.0, 0.0]]
     with pytest.raises(ValueError, match="rows is empty"):
         rollout.pad_rows([], 3, 0)
 
