@@ -10,7 +10,8 @@ ranks their sequences, as its trainer's `_balance_batch` does; `rearrange_micro_
 each rank's share, as its actor does. Its all-reduce over the number of microbatches is replaced by
 calling every rank in one process with the largest number that any rank came back with, until all
 agree; that is the fixed point which the all-reduce reaches. Its time is that of the driver and of
-the slowest rank's last split, since ranks work at the same time; ours is made whole by every rank.
+the slowest rank's last split, since ranks work at the same time, without selecting the tokens; ours
+is made whole by every rank.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
+from unittest import mock
 
 import torch
 from torch.nn import functional as F
@@ -64,28 +66,35 @@ def verl(
 ) -> Schedule:
     """Divide by verl; `spent` gets the seconds of its driver and of its slowest rank."""
     from tensordict import TensorDict
-    from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, rearrange_micro_batches
+    from verl.utils.seqlen_balancing import (
+        get_seqlen_balanced_partitions,
+        rearrange_micro_batches,
+        tu,
+    )
 
-    def split(shard: list[int], at_least: int) -> list[list[int]]:
+    def tokens(shard: list[int]) -> TensorDict:
         # As many tokens as real ones, one byte each: what they are does not matter here.
         offsets = F.pad(torch.tensor(shard).cumsum(0), (1, 0))
         ids = torch.nested.nested_tensor_from_jagged(
             torch.empty(int(offsets[-1]), dtype=torch.int8), offsets
         )
-        batch = TensorDict({"input_ids": ids}, batch_size=[len(shard)])
-        return rearrange_micro_batches(batch, max_tokens, min_num_micro_batch=at_least)[1]
+        return TensorDict({"input_ids": ids}, batch_size=[len(shard)])
 
     start = time.perf_counter()
     workloads = [workload(length) for length in lengths]
     shards = get_seqlen_balanced_partitions(workloads, num_ranks, equal_size=True)
     driver = time.perf_counter() - start
+    held = [tokens([lengths[i] for i in shard]) for shard in shards]
     number, agreed = 1, False
     while not agreed:
         local, took = [], []
-        for shard in shards:
+        for batch in held:
             start = time.perf_counter()
-            local.append(split([lengths[i] for i in shard], number))
+            # It would also select the tokens of each microbatch; ours returns indices only.
+            with mock.patch.object(tu, "index_select_tensor_dict", lambda *_: None):
+                split = rearrange_micro_batches(batch, max_tokens, min_num_micro_batch=number)
             took.append(time.perf_counter() - start)
+            local.append(split[1])
         counts = {len(batches) for batches in local}
         number, agreed = max(counts), len(counts) == 1
     if spent is not None:

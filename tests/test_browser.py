@@ -389,7 +389,7 @@ def printed(browser, html, tmp_path_factory) -> PdfReader:
 
 @pytest.fixture(scope="module")
 def sheets(printed) -> tuple[list[str], list[str]]:
-    """The text of each printed page, and every piece of text that runs out of the margins."""
+    """The text of each page; the code that runs out of the margins, and text that begins there."""
     texts, outside = [], []
 
     def note(text: str, page: list[float], line: list[float], font: dict, size: float) -> None:
@@ -409,6 +409,7 @@ def sheets(printed) -> tuple[list[str], list[str]]:
 
 
 def test_the_pdf_holds_the_whole_book(printed, sheets, pages):
+    assert "/StructTreeRoot" in printed.trailer["/Root"]  # headings and alt texts can be read out
     texts, outside = sheets
     marks = [mark for mark in printed.outline if not isinstance(mark, list)]
     starts = [printed.get_destination_page_number(mark) for mark in marks]

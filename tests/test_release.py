@@ -2,6 +2,7 @@
 
 import ast
 import email
+import importlib
 import itertools
 import json
 import os
@@ -356,7 +357,10 @@ def test_the_api_page_describes_every_public_name(book, tmp_path):
     for path in CHAPTERS:
         module = path.stem.partition("-")[2]
         source = (ROOT / f"agentrl/{module}.py").read_text(encoding="utf-8")
-        for name, node in frontmatter.public_definitions(source):
+        listed = dict(frontmatter.public_definitions(source))
+        public = importlib.import_module(f"agentrl.{module}").__all__
+        assert {name.partition(".")[0] for name in listed} == {*public}
+        for name, node in listed.items():
             entry = entries[name]
             assert f'href="chapters/{path.stem}.html#' in entry, name
             if isinstance(node, ast.ClassDef | ast.FunctionDef):

@@ -492,8 +492,8 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(report or ["preflight: nothing to refuse"]))
         return bool(report)
     chosen = [path for path in chapters if path.name.startswith(options.chapter)]
-    # Pages come last, since they read what a run notes; with a parameter they stay as they are.
-    also = chosen and not options.p
+    # Pages come last, since they read what a run notes: the time, also on another device.
+    also = chosen and {name for name, _ in options.p} <= {"DEVICE"}
     chosen += [path for path in pages if also or path.name.startswith(options.chapter)]
     if not chosen:
         print(f"No chapter begins with {options.chapter!r}.")
