@@ -434,23 +434,22 @@ def leak_check(
     return _result(**name, **found, unit="nats", threshold=tolerance, why=why)
 
 
-def _changes(segment_ids: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield what to change, [R, L], in words and as a mask, and which owners not to look at.
+def _parts(segment_ids: Tensor) -> Iterator[tuple[int | None, Tensor]]:
+    """Yield what the rest must not depend on, as a mask [R, L].
 
-    Each segment in all rows at once, all of its tokens and the first alone; then half of the rows,
-    so that any two rows are in different halves once.
+    Each segment in all rows at once, with its number; then, without one, half of the rows, so that
+    any two rows are in different halves once.
     """
-    first = segment_ids != F.pad(segment_ids, (1, 0), value=-2)[:, :-1]
     for segment in segment_ids.unique().tolist():
-        mine = segment_ids == segment
-        yield f"segment {segment}", mine, mine
-        yield f"segment {segment}", mine & first, mine
+        yield segment, segment_ids == segment
     row = torch.arange(len(segment_ids), device=segment_ids.device)[:, None]
     for bit in range((len(segment_ids) - 1).bit_length()):
         for half in (0, 1):
-            mine = ((row >> bit) % 2 == half).expand_as(segment_ids)
-            yield "other rows", mine, mine
-            yield "other rows", mine & first, mine
+            yield None, ((row >> bit) % 2 == half).expand_as(segment_ids)
+
+
+def _name(segment: int | None) -> str:
+    return "other rows" if segment is None else f"segment {segment}"
 
 
 # long: one loop over segments
@@ -469,12 +468,14 @@ def _changed_segments(
     """
     worst, index, likely, trace = -1.0, "", "", ()
     other, vary = _other_tokens(ids, keep), seen.grouped
-    for what, part, mine in _changes(segment_ids):
-        raw, now = _watch(fn, torch.where(part, other, ids))
+    first = segment_ids != F.pad(segment_ids, (1, 0), value=-2)[:, :-1]
+    changes = ((s, mine, p & mine) for s, mine in _parts(segment_ids) for p in (mine, first))
+    for segment, mine, changed in changes:
+        raw, now = _watch(fn, torch.where(changed, other, ids))
         vary |= now.products != seen.products
         after, problem = _per_entry(raw, ids, "")
         if problem:
-            return {"worst": math.nan, "index": f"{what} changed", "likely": problem,
+            return {"worst": math.nan, "index": f"{_name(segment)} changed", "likely": problem,
                     "shapes_vary": vary}  # fmt: skip
         moved = _moved(after, before)
         moved = moved.masked_fill(mine[:, : moved.shape[1]] | (owner < 0), 0.0)
@@ -482,9 +483,8 @@ def _changed_segments(
             row, t = divmod(int(moved.argmax()), moved.shape[1])
             worst, trace = moved.max().item(), tuple(moved[row].tolist())
             hit = owner[row, t].item()
-            index = f"row {row}, entry {t} (segment {hit}), after {what} changed"
-            segment = int(what.split()[1]) if what.startswith("segment") else hit
-            if what == "other rows" or (segment_ids[row] != segment).all():
+            index = f"row {row}, entry {t} (segment {hit}), after {_name(segment)} changed"
+            if segment is None or (segment_ids[row] != segment).all():
                 likely = "one row sees another: boundaries are lost where rows are joined"
             elif segment < 0:
                 likely = "padding is attended to"
@@ -518,17 +518,19 @@ def _crossing_gradient(
     """Find the largest input gradient that one segment's values have on another segment."""
     embeds = embeds.detach().requires_grad_()
     found = {"worst": 0.0, "index": "any segment"}
-    for what, part, mine in _changes(segment_ids):
+    for segment, mine in _parts(segment_ids):
+        if segment is not None and segment < 0:  # padding has no values to ask for
+            continue
         values = fn(embeds)
         asked = mine[:, : values.shape[1]] & (_owner(segment_ids, values.shape[1]) >= 0)
-        if part is not mine or not asked.any():
+        if not asked.any():  # one token predicts nothing
             continue
         (grad,) = torch.autograd.grad(values[asked].sum(), embeds)
         size = grad.abs().double().amax(-1).to(segment_ids.device).masked_fill(mine, 0.0)
         size = size.nan_to_num(nan=math.inf, posinf=math.inf)
         if size.max() > found["worst"]:
             row, t = divmod(int(size.argmax()), size.shape[1])
-            index = f"row {row}, token {t}, from the values of {what}"
+            index = f"row {row}, token {t}, from the values of {_name(segment)}"
             likely = "attention or state crosses the boundary"
             found = {"worst": size.max().item(), "index": index, "likely": likely}
     return found

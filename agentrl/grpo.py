@@ -200,10 +200,11 @@ def aggregate_loss(
 
 def _check_norm_const(norm_const: float | Tensor | None, mask: Tensor) -> None:
     if isinstance(norm_const, Tensor):
-        if type(norm_const) is not Tensor or norm_const.device.type != "cpu":
+        unread = type(norm_const) is not Tensor or torch.compiler.is_compiling()
+        if unread or norm_const.device.type != "cpu":
             return  # it has no value, or one that takes waiting for the device
         try:
-            if torch.compiler.is_compiling() or (norm_const == 0 and not mask.any()):
+            if norm_const == 0 and not mask.any():
                 return
         except RuntimeError:  # under vmap
             return

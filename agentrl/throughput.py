@@ -351,8 +351,12 @@ def causal_pairs(lengths: Iterable[int], window: int | None = None) -> int:
     """
     if window is not None and window < 1:
         raise ValueError(f"window = {window} must be at least 1")
+    return _pairs(_counts(lengths), window)
+
+
+def _pairs(counts: list[int], window: int | None) -> int:
     pairs = 0
-    for s in _counts(lengths):
+    for s in counts:
         seen = s if window is None else min(s, window)
         pairs += seen * (seen + 1) // 2 + (s - seen) * seen
     return pairs
@@ -394,7 +398,7 @@ def forward_flops(shape: ModelShape, lengths: Sequence[int], *, pairs: str = "ca
     for window in set(shape.windows):
         layers = shape.windows.count(window)
         square = sum(s * s for s in lengths) if pairs == "square" else 0
-        total += layers * per_pair * (square or causal_pairs(lengths, window))
+        total += layers * per_pair * (square or _pairs(lengths, window))
     return total
 
 
@@ -627,9 +631,9 @@ def train_tokens_per_s(
 
     The arguments are those of `prefill_seconds`; `lengths` matters for exact counts.
     """
-    lengths = _counts(lengths)
     forward = prefill_seconds(shape, gpu, lengths=lengths, mfu=mfu, params=params)
-    return Estimate(sum(lengths) / (3 * forward), "tokens/s per GPU", **forward.assumptions)
+    tokens = forward.assumptions["tokens"]
+    return Estimate(tokens / (3 * forward), "tokens/s per GPU", **forward.assumptions)
 
 
 # long: its arguments need explaining

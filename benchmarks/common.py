@@ -205,20 +205,16 @@ def _release(device: str) -> None:
 
 def peak_bytes(topic: str, job: str, size: str, device: str) -> Row:
     """Run a job of a topic in a process of its own; return the most bytes above its start."""
+    import torch
+
     _release(device)  # what this process no longer uses, that one may need
     command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.{topic}", "--peak", job]
-    command += ["--size", size, "--device", device, "--threads", str(threads())]
+    command += ["--size", size, "--device", device, "--threads", str(torch.get_num_threads())]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         return {"failed": f"the process ended with status {done.returncode}"}
     return json.loads(lines[-1])
-
-
-def threads() -> int:
-    import torch
-
-    return torch.get_num_threads()
 
 
 def in_process(topic: str, job: str, size: str, device: str) -> Row:
