@@ -304,7 +304,9 @@ def _windows(get: Any, kind: str) -> tuple[int | None, ...]:
                 raise ValueError(f"layer_types[{i}] = {name!r}: missing is how it computes")
         slides = [name == "sliding_attention" for name in types]
     elif kind in ("mistral", "mixtral"):
-        slides = [get("sliding_window", None) is not None for _ in layers]
+        # Mistral's class has a window of its own where the key is missing, Mixtral's has none.
+        absent = (None,) if kind == "mixtral" else ()
+        slides = [bool(get("sliding_window", *absent, null=0)) for _ in layers]
     elif kind in ("gemma2", "gemma3_text"):
         period = 2 if kind == "gemma2" else get("sliding_window_pattern", 6)
         slides = [bool((i + 1) % period) for i in layers]
@@ -446,10 +448,8 @@ ACCELERATORS = {
         _published("A100", 312, 2.039, 80, "NVIDIA A100 80GB SXM data sheet", "2020-11"),
         _published("H100", 989, 3.35, 80, "NVIDIA H100 SXM data sheet, half of sparse", "2022-03"),
         _published("H200", 989, 4.8, 141, "NVIDIA H200 SXM data sheet, half of sparse", "2023-11"),
-        _published(
-            "B200", 2250, 8.0, 180, "NVIDIA Blackwell data sheet; DGX B200, an eighth", "2024-03"
-        ),
-        _published("MI300X", 1307.4, 5.3, 192, "AMD Instinct MI300X data sheet", "2023-12"),
+        _published("B200", 2250, 7.7, 180, "NVIDIA Blackwell data sheet, HGX B200", "2024-03"),
+        _published("MI300X", 1307.4, 5.3, 192, "AMD Instinct MI300X data sheet", "2023-06"),
         _published("L40S", 362.05, 0.864, 48, "NVIDIA L40S data sheet", "2023-08"),
         _published(
             "RTX PRO 6000",
@@ -737,7 +737,8 @@ def step_cost(
     Args:
         shape, gpu: the model and the device.
         episodes: per step, of `tokens` tokens each, of which the policy samples `policy_tokens`.
-        batch, context: of decoding, as in `decode_tokens_per_s`; at most `tokens` of context.
+        batch, context: of decoding, as in `decode_tokens_per_s`; no context is longer than that of
+            an agent that reads everything before it writes, tokens - policy_tokens / 2.
         busy: the share of the rollout time in which a GPU decodes, between waits.
         mfu, prefill_mfu: of training and scoring, and of prefill.
         bandwidth_share, bytes_per_weight, bytes_per_kv: as in `decode_tokens_per_s`.
@@ -763,8 +764,11 @@ def step_cost(
         turn_reuse=turn_reuse,
         group_reuse=group_reuse,
     )
-    if context > tokens:
-        raise ValueError(f"context = {context} exceeds tokens = {tokens}, all that there is to see")
+    if context > tokens - policy_tokens / 2:
+        raise ValueError(
+            f"context = {context} exceeds {tokens - policy_tokens / 2:g}: no mean over the last"
+            f" {policy_tokens:g} of {tokens:g} tokens is longer"
+        )
     rate = decode_tokens_per_s(
         shape,
         gpu,

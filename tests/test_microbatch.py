@@ -173,6 +173,9 @@ def test_a_forced_number_never_breaks_the_cap(problem, packed, data):
         batches = arl.token_budget_batches(lengths, max_tokens, packed=packed, num_batches=number)
         assert len(batches) == number
         check(batches, lengths, max_tokens, packed)
+        longest = [lengths[batch[0]] for batch in batches]
+        assert longest == sorted(longest, reverse=True)
+        assert longest == [max(lengths[i] for i in batch) for batch in batches]
     else:
         with pytest.raises(ValueError, match=f"num_batches = {number} "):
             arl.token_budget_batches(lengths, max_tokens, packed=packed, num_batches=number)

@@ -1,13 +1,15 @@
 """Packing: plans and their certificates, round trips, and exact isolation of the segments."""
 
+import math
 import random
 import re
 import warnings
 from collections.abc import Callable
+from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
@@ -137,6 +139,41 @@ def test_bound_is_usually_the_optimum() -> None:
         tight += packing_bound(lengths, 100) == best
         by_sum += -(-sum(lengths) // 100) == best
     assert by_sum < 180 < 190 < tight
+
+
+def dual_feasible(max_tokens: int, lengths: list[int]) -> list[Callable[[Fraction], Fraction]]:
+    """The three families as Fekete and Schepers define them, in exact arithmetic."""
+
+    def rounded(k: int) -> Callable[[Fraction], Fraction]:
+        return lambda x: x if (k + 1) * x % 1 == 0 else Fraction((k + 1) * x // 1, k)
+
+    def cut(e: Fraction) -> Callable[[Fraction], Fraction]:
+        return lambda x: Fraction(1) if x > 1 - e else x if x >= e else Fraction(0)
+
+    def counted(e: Fraction) -> Callable[[Fraction], Fraction]:
+        m = 1 // e
+        return lambda x: 1 - Fraction((1 - x) // e, m) if 2 * x > 1 else Fraction(int(x >= e), m)
+
+    edges = [Fraction(n, max_tokens) for n in set(lengths) if 2 * n <= max_tokens]
+    return [rounded(k) for k in range(1, 33)] + [f(e) for e in edges for f in (cut, counted)]
+
+
+@example((54, [25, 20, 20, 18, 18]))  # here the first family alone finds the third row
+@example((43, [19, 19, 19, 13, 13]))  # the same, with k = 3 or above
+@example((16, [14, 9, 5, 3]))  # the second
+@example((60, [36, 36, 14, 14, 14]))  # the third
+@given(
+    st.integers(2, 60).flatmap(
+        lambda C: st.tuples(st.just(C), st.lists(st.integers(1, C), min_size=1, max_size=30))
+    )
+)
+def test_bound_is_the_best_of_the_families_to_the_digit(given_: tuple[int, list[int]]) -> None:
+    max_tokens, lengths = given_
+    shares = [Fraction(n, max_tokens) for n in lengths]
+    sums = [sum(map(u, shares), Fraction(0)) for u in dual_feasible(max_tokens, lengths)]
+    large = sum(2 * x > 1 for x in shares)
+    bound = packing_bound(lengths, max_tokens)
+    assert type(bound) is int and bound == max(large, *map(math.ceil, [sum(shares), *sums]))
 
 
 def test_bound_of_sequences_that_do_not_fit_together() -> None:
