@@ -105,7 +105,8 @@ def step_normalizer(
     Every rank has to call it, before the first backward pass; it waits for the others.
 
     Args:
-        masks: this rank's microbatches, [B, T] each, nonzero on policy tokens; a row is a sequence.
+        masks: this rank's microbatches, [B, T] each, nonzero on policy tokens. A row is
+            a sequence, so not of packed rows.
         mode: one of `LOSS_AGG_MODES`.
         max_tokens: for `constant`, which divides by sequences * max_tokens.
         group: the ranks that share the step, by default all.

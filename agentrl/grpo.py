@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from agentrl.gym import BugFixEnv, Task, Tokenizer, make_env, make_tasks, run_tests, source_of
 from agentrl.notebook import progress
-from agentrl.policy import TinyAgent, selected_log_probs
+from agentrl.policy import TinyAgent, _widened, selected_log_probs
 from agentrl.rollout import RolloutConfig, Trajectory, collate, sample_groups
 
 __all__ = [
@@ -81,7 +81,7 @@ class RLConfig(RolloutConfig):
         microbatch_size: episodes per backward pass; it does not change the gradient.
         max_grad_norm: the gradient is scaled down to this norm.
         weight_grid: weights are rounded to multiples of it, a power of two, after an update, so
-            that all machines agree; None leaves them as they are.
+            that all machines agree; None leaves them as they are, which a small `lr` needs.
     """
 
     prompts_per_step: int = 8
@@ -116,6 +116,11 @@ class RLConfig(RolloutConfig):
             raise ValueError(f"max_grad_norm = {self.max_grad_norm} must be positive")
         if self.weight_grid is not None:
             _check_grid("weight_grid", self.weight_grid)
+            if 0 < self.lr < self.weight_grid / 2:
+                raise ValueError(
+                    f"lr = {self.lr}: steps below half of weight_grid = {self.weight_grid} are"
+                    " rounded away; set weight_grid to None"
+                )
 
 
 # long: the three variants side by side
@@ -132,7 +137,8 @@ def compute_advantages(batch: dict[str, Tensor], cfg: Any) -> Tensor:
         (r - m) G / (G - 1), Ahmadian et al. 2024. A group of equal rewards gives exactly 0.
 
     Raises:
-        ValueError: if B is not a multiple of G, a reward is not finite, or for another `advantage`.
+        ValueError: if G is below 1 or does not divide B, a reward is not finite, or for another
+            `advantage`.
     """
     if cfg.advantage not in ADVANTAGES:
         raise ValueError(f"advantage must be one of {ADVANTAGES}, got {cfg.advantage!r}")
@@ -149,6 +155,8 @@ def compute_advantages(batch: dict[str, Tensor], cfg: Any) -> Tensor:
 
 def _groups(rewards: Tensor, size: int) -> Tensor:
     """Cut rewards [B] into groups [B / size, size]."""
+    if size < 1:
+        raise ValueError(f"group_size = {size} must be at least 1")
     if len(rewards) % size:
         raise ValueError(f"{len(rewards)} rewards are not a multiple of group_size = {size}")
     for index in (~rewards.isfinite()).nonzero()[:, 0].tolist():
@@ -171,11 +179,11 @@ def aggregate_loss(
             `constant` has no default. Microbatches pass the count of the whole batch.
 
     Returns:
-        A scalar; exactly 0, with gradient 0, if the mask is 0 everywhere.
+        A scalar, in at least float32; exactly 0, with gradient 0, if the mask is 0 everywhere.
 
     Raises:
-        ValueError: for an unknown mode, shapes that differ, a missing or non-positive `norm_const`;
-            a tensor on CUDA is not read.
+        ValueError: for an unknown mode, shapes that differ, a `norm_const` that is missing, not
+            positive (a tensor on CUDA is not read) or more than one number.
     """
     if mode not in LOSS_AGG_MODES:
         raise ValueError(f"mode must be one of {LOSS_AGG_MODES}, got {mode!r}")
@@ -186,7 +194,7 @@ def aggregate_loss(
         raise ValueError("mode 'constant' needs norm_const")
     mask = mask.bool()
     _check_norm_const(norm_const, mask)
-    kept = torch.where(mask, values, 0.0)
+    kept = torch.where(mask, _widened(values), 0.0)
     tokens = mask.sum(-1)  # [B]
     if mode == "seq_mean_token_mean":
         kept = kept / tokens.clamp(min=1)[:, None]
@@ -200,6 +208,8 @@ def aggregate_loss(
 
 def _check_norm_const(norm_const: float | Tensor | None, mask: Tensor) -> None:
     if isinstance(norm_const, Tensor):
+        if norm_const.ndim:
+            raise ValueError(f"norm_const {list(norm_const.shape)} must be a scalar")
         unread = type(norm_const) is not Tensor or torch.compiler.is_compiling()
         if unread or norm_const.device.type != "cpu":
             return  # it has no value, or one that takes waiting for the device
@@ -212,6 +222,7 @@ def _check_norm_const(norm_const: float | Tensor | None, mask: Tensor) -> None:
         raise ValueError(f"norm_const = {norm_const} must be positive")
 
 
+# long: half of it are docstrings
 def _per_token(advantages: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
     """Spread advantages [B] over tokens [B, T], or take [B, T]; 0 where the mask is."""
     if logp.shape != mask.shape or advantages.shape not in (logp.shape, logp.shape[:1]):
@@ -219,7 +230,7 @@ def _per_token(advantages: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
         raise ValueError(
             f"logp, mask and advantages are {shapes}, need [B, T] twice, and [B] or [B, T]"
         )
-    advantages = advantages.to(logp.device, logp.dtype)
+    advantages = advantages.detach().to(logp.device, logp.dtype)
     advantages = advantages[:, None].expand_as(logp) if advantages.ndim == 1 else advantages
     return torch.where(mask.bool(), advantages, 0.0)
 
@@ -235,9 +246,13 @@ def reinforce_loss(
 
     Args:
         logp: log-probabilities of the chosen tokens, [B, T].
-        advantages: [B], or [B, T].
+        advantages: [B], or [B, T]; constants, that get no gradient.
         mask, mode, norm_const: as in `aggregate_loss`.
+
+    Raises:
+        ValueError: for shapes that do not fit, or as `aggregate_loss`.
     """
+    logp = _widened(logp)
     return aggregate_loss(-_per_token(advantages, logp, mask) * logp, mask, mode, norm_const)
 
 
@@ -263,10 +278,17 @@ def clipped_surrogate_loss(
         advantages: [B], or [B, T].
         mask, mode, norm_const: as in `aggregate_loss`.
         clip_low, clip_high: how far the ratio may fall below and rise above 1.
+
+    Raises:
+        ValueError: for shapes that do not fit, a negative clip, or as `aggregate_loss`.
     """
-    advantages = _per_token(advantages, logp, mask)
+    for name, clip in (("clip_low", clip_low), ("clip_high", clip_high)):
+        if not clip >= 0:
+            raise ValueError(f"{name} = {clip} must be at least 0")
     if old_logp.shape != logp.shape:
         raise ValueError(f"old_logp {list(old_logp.shape)} does not fit logp {list(logp.shape)}")
+    logp, old_logp = _widened(logp), _widened(old_logp)
+    advantages = _per_token(advantages, logp, mask)
     # Masked entries may hold anything; an infinity or NaN there would poison the gradient. So would
     # an infinite ratio, whose clipped gradient is 0 times infinity.
     largest = math.log(torch.finfo(logp.dtype).max) / 2
@@ -277,13 +299,19 @@ def clipped_surrogate_loss(
     )
 
 
-def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str = "k3") -> Tensor:
+# long: half of it is the docstring
+def kl_estimate(
+    logp: Tensor, ref_logp: Tensor, kind: str = "k3", mask: Tensor | None = None
+) -> Tensor:
     """Estimate KL(p, q) per token from tokens drawn from p (Schulman 2020).
+
+    As a loss on such tokens, k1 has expected gradient 0, k2 that of KL(p, q), k3 that of KL(q, p).
 
     Args:
         logp, ref_logp: log-probabilities of the drawn tokens under p and q, any shape.
         kind: with d = logp - ref_logp, `k1` is d, unbiased and of either sign; `k2` is d^2 / 2,
             biased; `k3` is exp(-d) - 1 + d, unbiased and never negative.
+        mask: where it is 0, the log-probs may be anything and the result is 0.
 
     Returns:
         Nats, in the shape of `logp`.
@@ -294,6 +322,10 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str = "k3") -> Tensor:
     if logp.shape != ref_logp.shape:
         raise ValueError(f"ref_logp {list(ref_logp.shape)} does not fit logp {list(logp.shape)}")
     d = logp - ref_logp
+    if mask is not None:
+        if mask.shape != d.shape:
+            raise ValueError(f"mask {list(mask.shape)} does not fit logp {list(logp.shape)}")
+        d = torch.where(mask.bool(), d, 0.0)
     if kind == "k1":
         return d
     if kind == "k2":
@@ -304,8 +336,8 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str = "k3") -> Tensor:
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """Return the entropy of each distribution in nats: logits [..., V] -> [...]."""
-    logp = logits.log_softmax(-1)
+    """Return the entropy of each distribution in nats, in float32 or better: [..., V] -> [...]."""
+    logp = _widened(logits).log_softmax(-1)
     return -(logp.exp() * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(-1)  # 0 log 0 = 0
 
 
@@ -422,7 +454,7 @@ def _practice(tasks: Sequence[Task], tok: Tokenizer, rng: random.Random) -> Iter
 
 @torch.no_grad()
 def snap_weights(model: nn.Module, grid: float = 2.0**-16) -> None:
-    """Round all weights to multiples of `grid`, a power of two, in place."""
+    """Round all weights to multiples of `grid` in place; ValueError if it is no power of two."""
     _check_grid("grid", grid)
     for p in model.parameters():
         p.copy_((p.double() / grid).round() * grid)
@@ -463,9 +495,7 @@ def _log_probs(model: nn.Module, ids: Tensor, temperature: float = 1.0) -> Tenso
     """Score tokens as the sampler drew them: [B, T] -> [B, T - 1]."""
     ids = ids.to(next(model.parameters()).device)
     logits = model(ids[:, :-1])
-    if logits.dtype in (torch.bfloat16, torch.float16):  # the quotient would be rounded
-        logits = logits.float()
-    return selected_log_probs(logits / temperature, ids[:, 1:])
+    return selected_log_probs(_widened(logits) / temperature, ids[:, 1:])
 
 
 def _write_atomically(state: Any, path: Path) -> None:
@@ -556,7 +586,10 @@ def sample_step(
 
 
 def zero_advantage_groups(rewards: Tensor, group_size: int) -> Tensor:
-    """Tell which groups have equal rewards, and so no gradient: [B] -> bool [B / group_size]."""
+    """Tell which groups have equal rewards, and so no gradient: [B] -> bool [B / group_size].
+
+    Raises ValueError as `compute_advantages`.
+    """
     groups = _groups(rewards, group_size)
     return groups.amax(1) == groups.amin(1)
 
@@ -588,6 +621,9 @@ def rl_update(
     Returns:
         `loss` and `grad_norm` of the last pass, `clip_fraction` over policy tokens of the last pass
         (those of episodes with a gradient), and `zero_advantage`, the share of groups without one.
+
+    Raises:
+        ValueError, TypeError: as `collate` and `compute_advantages`.
     """
     batch = collate(trajs, pad_id=0)
     advantages = compute_advantages(batch, cfg)
@@ -634,6 +670,7 @@ def rl_update(
     return {**stats, "zero_advantage": zero.double().mean().item()}
 
 
+# long: each way in which a file may not fit
 def _adam(model: nn.Module, cfg: RLConfig) -> torch.optim.Adam:
     # Adam's default eps would turn rounding into steps where gradients all but vanish.
     return torch.optim.Adam(model.parameters(), lr=cfg.lr, betas=(0.9, 0.95), eps=1e-5)
@@ -645,13 +682,24 @@ def _resume(
     """Put a checkpoint into model, optimizer and generator; return it, or {} if there is none."""
     if path is None or not path.exists():
         return {}
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        len(state["history"])
+    except Exception as error:
+        raise ValueError(f"{path} is damaged, or no checkpoint of a run: {error!r}") from error
     for key, value in run.items():
-        if state.get(key) != value:
-            raise ValueError(f"{path.name} has {key} = {state.get(key)}, this run has {value}")
+        if (had := state.get(key)) != value:
+            if isinstance(had, dict):  # only what differs
+                names = [name for name in had | value if had.get(name) != value.get(name)]
+                had, value = ({name: d.get(name) for name in names} for d in (had, value))
+            raise ValueError(f"{path.name} has {key} = {had}, this run has {value}")
     if len(state["history"]) > steps:
         raise ValueError(f"{path.name} has {len(state['history'])} steps, more than {steps}")
     model, optimizer, generator = parts
+    for name, value in model.state_dict().items():
+        had = state["model"].get(name, value).dtype
+        if had != value.dtype:
+            raise ValueError(f"{path.name} has {name} in {had}, the model in {value.dtype}")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     generator.set_state(state["generator"])

@@ -99,7 +99,7 @@ def _zeros_strided(*args: Any, **kwargs: Any) -> Tensor:
 def _head_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     logits = F.linear(hidden, weight)
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    return torch.log_softmax(logits, -1).gather(-1, ids[..., None]).squeeze(-1)
+    return torch.log_softmax(logits, -1).gather(-1, ids.long()[..., None]).squeeze(-1)
 
 
 def checkpointed_log_probs(
@@ -156,6 +156,11 @@ def _check_head(
             raise ValueError(
                 f"{name} {list(values.shape)} do not fit hidden {list(hidden.shape)}: one per state"
             )
+    if hasattr(weight, "full_tensor"):  # a DTensor
+        raise TypeError(
+            "weight is sharded: call `unshard` of its module first, or wrap the head with the root"
+            " (the gradient of `full_tensor()` would lack the other ranks' part)"
+        )
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature = {temperature} must be positive and finite")
 
@@ -167,7 +172,7 @@ def _kept(ids: Tensor, mask: Tensor | None, vocab_size: int) -> Tensor | None:
     rows = None if mask is None else mask.reshape(-1).nonzero()[:, 0]
     if rows is not None and len(rows) == ids.numel():
         rows = None
-    flat = ids.reshape(-1) if rows is None else ids.reshape(-1)[rows]
+    flat = (ids.reshape(-1) if rows is None else ids.reshape(-1)[rows]).long()
     outside = (flat < 0) | (flat >= vocab_size)
     if outside.any():
         first = int(outside.nonzero()[0])
@@ -743,7 +748,8 @@ def fused_policy_loss(
             None: of this call alone, which is right for a single microbatch only (chapter 8).
         loss_agg_mode: as in `aggregate_loss`.
         ref_logp, kl_coef, kl_kind: log-probs [B, T] of a reference policy, the weight of the KL
-            term towards it, and its estimator, as in `kl_estimate`.
+            term towards it, and its estimator, as in `kl_estimate`: k2 descends KL(p, ref), k3
+            KL(ref, p).
         temperature: the logits are divided by it.
         chunk: tokens whose logits are held at a time, 4 * chunk * V bytes. With a frozen weight, or
             without gradients, a tile of them.
@@ -758,7 +764,7 @@ def fused_policy_loss(
     # long: the docstring
     _check_head(hidden, weight, ids, mask, temperature)
     clip = math.inf if clip is None else clip
-    clip = (clip, clip) if isinstance(clip, int | float) else clip
+    clip = clip if isinstance(clip, tuple | list) else (clip, clip)
     _check_policy(ids, advantages, old_logp, clip, ref_logp)
     if kl_coef and ref_logp is None:
         raise ValueError(f"kl_coef = {kl_coef} needs ref_logp, the log-probs of the reference")

@@ -131,12 +131,12 @@ def _check_ids(ids: Tensor, size: int, name: str = "ids") -> None:
     unread = type(ids) is not Tensor or torch.compiler.is_compiling()  # fake, or to be traced
     if unread or ids.device.type != "cpu" or not ids.numel():
         return
-    try:
-        inside = bool(0 <= ids.min() <= ids.max() < size)
+    try:  # as Python's integers: the size may not fit the dtype of the ids
+        inside = 0 <= int(ids.min()) <= int(ids.max()) < size
     except RuntimeError:  # under vmap no value can be read
         return
     if not inside:
-        index = ((ids < 0) | (ids >= size)).nonzero()[0].tolist()
+        index = ((ids < 0) | (ids.long() >= size)).nonzero()[0].tolist()
         raise ValueError(f"{name}{index} = {ids[tuple(index)].item()} is outside 0..{size - 1}")
 
 
@@ -261,6 +261,11 @@ class TinyAgent(nn.Module):
         return self.lm_head(self.hidden_states(ids, position_ids, attention_mask, cache, counts))
 
 
+def _widened(x: Tensor) -> Tensor:
+    """The same in at least float32."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
 def selected_log_probs(logits: Tensor, ids: Tensor) -> Tensor:
     """Return the log-probability of each chosen token.
 
@@ -278,9 +283,8 @@ def selected_log_probs(logits: Tensor, ids: Tensor) -> Tensor:
     if logits.shape[:-1] != ids.shape:
         raise ValueError(f"logits {list(logits.shape)} do not fit ids {list(ids.shape)}")
     _check_ids(ids, logits.shape[-1])
-    if logits.dtype in (torch.bfloat16, torch.float16):
-        logits = logits.float()
-    return logits.gather(-1, ids[..., None])[..., 0] - logits.logsumexp(-1)
+    logits = _widened(logits)
+    return logits.gather(-1, ids.long()[..., None])[..., 0] - logits.logsumexp(-1)
 
 
 def sequence_log_probs(model: nn.Module, ids: Tensor) -> Tensor:

@@ -5,10 +5,12 @@ import functools
 import json
 import math
 import os
+import pickle
 import random
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,6 +50,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TASKS = make_tasks()
 TRAIN = make_tasks("train")
 TOK = build_tokenizer(TASKS)
+KINDS = ("k1", "k2", "k3")
 
 
 def gen(seed: int = 0) -> torch.Generator:
@@ -333,6 +336,13 @@ def test_a_run_refuses_what_would_wreck_it(name: str, value: float) -> None:
         RLConfig(**{name: value})
 
 
+def test_a_learning_rate_that_the_grid_rounds_away_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"lr = 1e-06: steps below half of weight_grid = 1\.5"):
+        RLConfig(lr=1e-6)
+    assert RLConfig(lr=1e-6, weight_grid=None).lr == 1e-6
+    assert RLConfig(lr=2.0**-17).lr == 2.0**-17 and RLConfig(lr=0.0).lr == 0
+
+
 def test_a_grid_is_a_power_of_two() -> None:
     model = Eager()
     for grid in (0.0, -0.5, 0.3, math.nan, math.inf):
@@ -513,6 +523,71 @@ def test_k3_is_never_negative_and_exact_near_zero(d: float) -> None:
     assert kl_estimate(logp, zero).item() >= 0
     small = logp * 1e-9
     assert kl_estimate(small, zero).item() == pytest.approx((d * 1e-9) ** 2 / 2, abs=1e-23)
+
+
+@given(st.integers(2, 12), st.integers(0, 99))
+def test_the_gradient_of_each_kl_estimator(words: int, seed: int) -> None:
+    """Expected over tokens drawn from p, by enumeration: 0, KL(p, q) and KL(q, p)."""
+    gen = torch.Generator().manual_seed(seed)
+    logits = torch.randn(words, generator=gen, dtype=torch.float64).requires_grad_()
+    q = torch.randn(words, generator=gen, dtype=torch.float64).log_softmax(0)
+
+    def gradient(loss_of: Callable[[Tensor], Tensor]) -> Tensor:
+        return torch.autograd.grad(loss_of(logits.log_softmax(0)), logits)[0]
+
+    drawn = logits.detach().softmax(0)
+    found = [gradient(lambda p, k=k: (drawn * kl_estimate(p, q, k)).sum()) for k in KINDS]
+    wanted = [
+        torch.zeros(words, dtype=torch.float64),
+        gradient(lambda p: (p.exp() * (p - q)).sum()),
+        gradient(lambda p: (q.exp() * (q - p)).sum()),
+    ]
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -1e3])
+def test_masked_log_probs_do_not_reach_the_kl_term(junk: float) -> None:
+    logp = torch.tensor([[-1.0, junk]], requires_grad=True)
+    mask = torch.tensor([[1, 0]])
+    for kind in KINDS:
+        kl = kl_estimate(logp, torch.tensor([[-2.0, 0.0]]), kind, mask)
+        (grad,) = torch.autograd.grad(aggregate_loss(kl, mask, "token_mean"), logp)
+        assert kl[0, 1] == 0 and grad[0, 1] == 0 and grad.isfinite().all()
+    with pytest.raises(ValueError, match=r"mask \[2\] does not fit logp \[1, 2\]"):
+        kl_estimate(logp, logp, mask=torch.ones(2))
+
+
+def test_half_precision_sums_and_ratios_are_at_least_float32() -> None:
+    mask = torch.ones(64, 2048)
+    loss = aggregate_loss(mask.half(), mask, "token_mean")  # the sum does not fit float16
+    assert loss.dtype == torch.float32 and loss == 1
+    logits = torch.randn(4, 50_000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    torch.testing.assert_close(entropy(logits), entropy(logits.double()).float())
+    logp = torch.full((1, 1), 6.0, dtype=torch.float16, requires_grad=True)  # a ratio of 403
+    one = torch.ones(1, 1)
+    clipped_surrogate_loss(logp, torch.zeros_like(logp), -one, one).backward()
+    assert abs(logp.grad.item() - math.exp(6)) < 0.5
+
+
+def test_advantages_are_constants() -> None:
+    logp, advantages = torch.randn(2, 3, requires_grad=True), torch.ones(2, requires_grad=True)
+    reinforce_loss(logp, advantages, torch.ones(2, 3)).backward()
+    clipped_surrogate_loss(logp, logp.detach(), advantages, torch.ones(2, 3)).backward()
+    assert advantages.grad is None and logp.grad is not None
+
+
+@pytest.mark.parametrize("name", ["clip_low", "clip_high"])
+@pytest.mark.parametrize("value", [-0.1, math.nan])
+def test_a_clip_is_not_negative(name: str, value: float) -> None:
+    x = torch.zeros(1, 2)
+    with pytest.raises(ValueError, match=f"{name} = {value} must be at least 0"):
+        clipped_surrogate_loss(x, x, torch.ones(1), torch.ones(1, 2), **{name: value})
+
+
+def test_a_denominator_is_one_number() -> None:
+    with pytest.raises(ValueError, match=r"norm_const \[2\] must be a scalar"):
+        aggregate_loss(torch.ones(2, 3), torch.ones(2, 3), "token_mean", torch.ones(2))
 
 
 def test_kl_kind_is_checked() -> None:
@@ -971,7 +1046,7 @@ def test_a_run_in_pieces_equals_a_whole_one(parity: None, tmp_path: Path, every:
 def test_a_checkpoint_of_another_run_is_refused(parity: None, tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     run(3, checkpoint=path)
-    with pytest.raises(ValueError, match=r"run\.pt has cfg = .*'seed': 0.*, this run has .*'seed'"):
+    with pytest.raises(ValueError, match=r"has cfg = \{'seed': 0\}, this run has \{'seed': 1\}"):
         run(3, RLConfig(**{**vars(SMALL), "seed": 1}), checkpoint=path)
     with pytest.raises(ValueError, match=r"run\.pt has tasks = .*, this run has"):
         train_rl(Eager(), TRAIN[:5], TOK, SMALL, 3, checkpoint=path)
@@ -989,11 +1064,21 @@ def test_a_checkpoint_of_another_run_is_refused(parity: None, tmp_path: Path) ->
 def test_a_damaged_checkpoint_does_not_start_the_run_again(parity: None, tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     run(2, checkpoint=path)
-    damaged = path.read_bytes()[:-100]
-    path.write_bytes(damaged)
-    with pytest.raises(RuntimeError):
-        run(3, checkpoint=path)
-    assert path.read_bytes() == damaged
+    whole = path.read_bytes()
+    for damaged in (whole[:-100], whole[: len(whole) // 2], b"", b"text", pickle.dumps([1, 2], 2)):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"{re.escape(str(path))} is damaged, or"):
+            run(3, checkpoint=path)
+        assert path.read_bytes() == damaged
+
+
+def test_a_checkpoint_in_another_dtype_is_refused(parity: None, tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    run(1, checkpoint=path)
+    with pytest.raises(
+        ValueError, match=r"run\.pt has .* in torch\.float64, the model in .*float32"
+    ):
+        train_rl(Eager().float(), TRAIN[:6], TOK, SMALL, 2, checkpoint=path)
 
 
 # The runner imports once and forks: what is killed is a process of its own each time.

@@ -4,8 +4,10 @@ import subprocess
 import sys
 import threading
 
+import numpy
 import pytest
 import torch
+import torch.distributed.tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -26,6 +28,7 @@ from agentrl.logits import (
     fused_policy_loss,
     peak_memory,
 )
+from agentrl.policy import selected_log_probs
 
 GB = 1e9
 VOCABULARY = 151_936
@@ -381,6 +384,40 @@ def test_an_id_outside_the_vocabulary_is_named(head, bad):
     extra = (torch.ones(2),) if head is fused_policy_loss else ()
     with pytest.raises(ValueError, match=rf"ids\[1, 3\] = {bad} is outside 0\.\.10"):
         head(hidden, weight, ids, *extra)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_narrow_ids_are_compared_as_numbers(dtype):
+    """The vocabulary does not fit their dtype, and the ids are inside it."""
+    hidden, weight, ids, _ = make((2, 5), 70_000, 3)
+    ids = ids % 120
+    for head in (fused_log_probs, checkpointed_log_probs):
+        assert torch.equal(head(hidden, weight, ids.to(dtype)), head(hidden, weight, ids))
+    logits = hidden @ weight.T
+    assert torch.equal(selected_log_probs(logits, ids.to(dtype)), selected_log_probs(logits, ids))
+
+
+def test_a_sharded_weight_is_refused(tmp_path):
+    hidden, weight, ids, _ = make((1, 2), 8, 3)
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        sharded = torch.distributed.tensor.distribute_tensor(weight, mesh)
+        for head in (fused_log_probs, checkpointed_log_probs):
+            with pytest.raises(TypeError, match="weight is sharded: call `unshard`"):
+                head(hidden, sharded, ids)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_clip_may_be_any_number():
+    hidden, weight, ids, _ = make((2, 5), 11, 3)
+    losses = [
+        fused_policy_loss(hidden, weight, ids, torch.ones(2), old_logp=torch.zeros(2, 5), clip=clip)
+        for clip in (0.25, (0.25, 0.25), numpy.float32(0.25), torch.tensor(0.25))
+    ]
+    assert len(set(map(float, losses))) == 1
 
 
 def test_the_position_is_that_of_the_caller_under_a_mask():
