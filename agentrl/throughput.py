@@ -405,7 +405,11 @@ def forward_flops(shape: ModelShape, lengths: Sequence[int], *, pairs: str = "ca
 
 
 def training_flops(shape: ModelShape, lengths: Sequence[int], *, pairs: str = "causal") -> int:
-    """Count the FLOPs of forward and backward: three times `forward_flops`."""
+    """Count the FLOPs of forward and backward: three times `forward_flops`.
+
+    Raises:
+        ValueError, TypeError: as `forward_flops` does.
+    """
     return 3 * forward_flops(shape, lengths, pairs=pairs)
 
 
@@ -524,6 +528,15 @@ def _share(**values: float) -> None:
             raise ValueError(f"{name} = {value} must be between 0 and 1")
 
 
+def _one_number(shape: ModelShape, params: float | None) -> None:
+    _positive(params=params)
+    if shape.experts and params is not None:
+        raise ValueError(
+            f"params = {params:g} is one number, and a model with experts = {shape.experts} holds,"
+            " reads and multiplies different ones: leave it out"
+        )
+
+
 def decode_weights(shape: ModelShape, batch: float) -> float:
     """Count the weights that one decode step of `batch` sequences reads.
 
@@ -537,7 +550,7 @@ def decode_weights(shape: ModelShape, batch: float) -> float:
     return matmul_weights(shape, hit) + _vectors(shape)
 
 
-# long: the formula is six lines, its arguments and units need the rest
+# long: the formula is seven lines, its arguments and units need the rest
 def decode_tokens_per_s(
     shape: ModelShape,
     gpu: Accelerator,
@@ -551,11 +564,16 @@ def decode_tokens_per_s(
 ) -> Estimate:
     """Bound the tokens/s that one GPU decodes: the roofline of one step.
 
+    Latent attention multiplies with the latent as it is cached: its up-projections act on the query
+    and on the sum of values instead, and scores and values cost 2 * heads * (2 * kv_lora +
+    rope_dim) FLOPs per key and layer.
+
     Args:
         shape, gpu: the model and the device.
         batch: sequences that decode together, on the GPU or on the group of GPUs that hold them.
         context: tokens that each of them attends to, on average.
-        params: a rounded number of weights to read instead of the exact ones, for 2 * params FLOPs.
+        params: a rounded number of weights to read instead of the exact ones, for 2 * params FLOPs;
+            not for a mixture of experts, which holds, reads and multiplies different numbers.
         bytes_per_weight, bytes_per_kv: 2 for bf16, 1 for 8 bits.
         bandwidth_share: of the peak that is reached.
 
@@ -564,14 +582,22 @@ def decode_tokens_per_s(
         the tokens/s per GPU stay the same while communication is free. The assumptions hold
         `bound`, memory or compute; `memory_gb`, what weights and caches need; and
         `gpus_to_hold_it`, the smallest such group.
+
+    Raises:
+        ValueError: naming an argument that is not positive and finite, a `bandwidth_share` above 1,
+            or `params` of a shape with experts; if the device has no figure for bfloat16.
     """
     _positive(batch=batch, context=context, bytes_per_weight=bytes_per_weight)
-    _positive(bytes_per_kv=bytes_per_kv, bandwidth_share=bandwidth_share, params=params)
+    _positive(bytes_per_kv=bytes_per_kv, bandwidth_share=bandwidth_share)
+    _one_number(shape, params)
     _share(bandwidth_share=bandwidth_share)
     cache = batch * shape.kv_bytes(context, bytes_per_kv)
     weights = (params or decode_weights(shape, batch)) * bytes_per_weight
     keys = sum(min(context, window or context) for window in shape.windows)
-    attention = 2 * shape.heads * (shape.head_dim + shape.value_dim) * keys
+    per_key = shape.head_dim + shape.value_dim
+    if shape.kv_lora:
+        per_key = 2 * shape.kv_lora + shape.rope_dim
+    attention = 2 * shape.heads * per_key * keys
     flops = batch * (2 * (params or matmul_weights(shape)) + attention * (params is None))
     to_read = (weights + cache) / (gpu.bandwidth * bandwidth_share)
     to_compute = flops / gpu.peak()
@@ -592,6 +618,7 @@ def decode_tokens_per_s(
     )
 
 
+# long: what it takes and refuses needs explaining
 def prefill_seconds(
     shape: ModelShape,
     gpu: Accelerator,
@@ -607,10 +634,17 @@ def prefill_seconds(
         lengths: tokens of each prompt.
         mfu: the share of peak FLOP/s that is reached.
         params: use 2 * params FLOPs per token instead of exact counts, which include attention
-            (and the output head at every token, though a server needs it at the last one only).
+            (and the output head at every token, though a server needs it at the last one only);
+            not for a mixture of experts.
+
+    Raises:
+        ValueError, TypeError: naming a length that is negative or no integer, an `mfu` that is no
+            share, or `params` that are not positive or of a shape with experts; if there are no
+            tokens, or the device has no figure for bfloat16.
     """
     lengths = _counts(lengths)
-    _positive(mfu=mfu, tokens=sum(lengths), params=params)
+    _positive(mfu=mfu, tokens=sum(lengths))
+    _one_number(shape, params)
     _share(mfu=mfu)
     flops = 2 * params * sum(lengths) if params else forward_flops(shape, lengths)
     rule = "exact" if params is None else params
@@ -630,6 +664,9 @@ def train_tokens_per_s(
     """Estimate the tokens/s that one GPU trains on: three forward passes' FLOPs per token.
 
     The arguments are those of `prefill_seconds`; `lengths` matters for exact counts.
+
+    Raises:
+        ValueError, TypeError: as `prefill_seconds` does.
     """
     forward = prefill_seconds(shape, gpu, lengths=lengths, mfu=mfu, params=params)
     tokens = forward.assumptions["tokens"]
@@ -745,7 +782,8 @@ def step_cost(
         old_passes: forward passes for old and reference log-probs.
         turns, prompt_tokens, group_size, turn_reuse, group_reuse: as in `prefill_tokens`.
         params: use 6 * params FLOPs per token and 2 * params in a forward pass; exact otherwise,
-            for episodes of equal length, prefill at the mean cost of a token.
+            for episodes of equal length, prefill at the mean cost of a token. Not for a mixture of
+            experts.
 
     Raises:
         ValueError: naming the argument that makes no sense.
@@ -801,7 +839,11 @@ def step_cost(
 
 
 def run_cost(step: Cost, *, steps: int = 300) -> Cost:
-    """Multiply a step by the number of steps, all assumed alike."""
+    """Multiply a step by the number of steps, all assumed alike.
+
+    Raises:
+        ValueError: if `steps` is not positive and finite.
+    """
     _positive(steps=steps)
     hours = {name: steps * value for name, value in step.gpu_hours.items()}
     return Cost(hours, {**step.assumptions, "steps": steps})

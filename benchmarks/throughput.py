@@ -109,7 +109,8 @@ def measure(size: str, device: str) -> Row:
             weights = arl.decode_weights(shape, batch) * each
             rows.append(case | {"bytes": weights + batch * shape.kv_bytes(width, each)})
         else:
-            rows.append(case | {"flops": batch * arl.forward_flops(shape, [1])})
+            each_token = arl.forward_flops(shape, [width]) - arl.forward_flops(shape, [width - 1])
+            rows.append(case | {"flops": batch * each_token})
     lengths = [tokens] * count
     limit = arl.train_tokens_per_s(shape, gpu, lengths=lengths, mfu=1.0)
     case = {"what": "train", "case": f"{count} x {tokens} tokens", "who": "transformers step"}

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -265,6 +266,22 @@ def test_the_gpu_hours_to_the_digit():
     assert round(slower.total - step.total, 1) == 0.9 or round(slower.total - step.total) == 1
 
 
+@pytest.mark.parametrize(
+    ("change", "factors"),
+    [
+        ({"old_passes": 2}, {"old log-probs": 2}),
+        ({"old_passes": 0}, {"old log-probs": 0}),
+        ({"prefill_mfu": 0.8}, {"prefill": 1 / 2}),
+        ({"mfu": 0.8}, {"train": 1 / 2, "old log-probs": 1 / 2}),
+        ({"busy": 0.25}, {"decode": 2}),
+    ],
+)
+def test_an_assumption_moves_its_parts_alone(change, factors):
+    before = arl.step_cost(qwen8b(), H200).gpu_hours
+    after = arl.step_cost(qwen8b(), H200, **change).gpu_hours
+    assert after == pytest.approx({name: h * factors.get(name, 1) for name, h in before.items()})
+
+
 def test_no_mean_context_is_longer_than_that_of_writing_last():
     last = arl.step_cost(qwen8b(), H200, context=21_000, **N).assumptions
     assert last["context"] == sum(range(18_000, 24_000)) // last["policy_tokens"] + 1
@@ -351,6 +368,45 @@ def test_decoding_is_the_slower_of_reading_and_computing(batch, context, width):
     assert rate.assumptions["bound"] == ("memory" if read / 4.8e12 >= flops / 989e12 else "compute")
     more = arl.decode_tokens_per_s(shape, H200, **{**arguments, "batch": batch + 1})
     assert more >= rate * (1 - 1e-12)
+
+
+# Reads at once, does one FLOP per second: a step takes as many seconds as it has FLOPs.
+COUNTER = arl.Accelerator(
+    name="counter", flops={"bfloat16": 1.0}, bandwidth=1e300, memory=0, source="", date=""
+)
+
+
+def test_a_decoded_token_attends_within_each_window():
+    shape = arl.ModelShape(
+        vocab=10,
+        d_model=8,
+        heads=4,
+        kv_heads=2,
+        head_dim=6,
+        v_dim=3,
+        ffn=10,
+        windows=(4, 4, None, 200),
+    )
+    products = 2 * (4 * (8 * (4 + 2) * 6 + 8 * 2 * 3 + 4 * 3 * 8 + 3 * 8 * 10) + 10 * 8)
+    scores_and_values = 4 * (2 * 6 + 2 * 3) * (4 + 4 + 100 + 100)
+    rate = arl.decode_tokens_per_s(shape, COUNTER, batch=5, context=100)
+    assert 1 / rate == pytest.approx(products + scores_and_values, rel=1e-12)
+
+
+def test_latent_attention_decodes_from_the_latent():
+    shape = arl.ModelShape.from_config(transformers.DeepseekV3Config())
+    flops = [
+        1 / arl.decode_tokens_per_s(shape, COUNTER, batch=1, context=context)
+        for context in (10_000, 20_000)
+    ]
+    per_key = 128 * (2 * (512 + 64) + 2 * 512)  # scores, then values
+    assert flops[1] - flops[0] == pytest.approx(61 * per_key * 10_000, rel=1e-9)
+    assert flops[0] == pytest.approx(2 * arl.matmul_weights(shape) + 61 * per_key * 10_000)
+    assert round(61 * per_key / shape.kv_bytes_per_token()) == 242
+    rate = arl.decode_tokens_per_s(
+        shape, H200, batch=1024, context=16_384, bytes_per_weight=1, bytes_per_kv=1
+    )
+    assert (f"{rate:.0f}", rate.assumptions["bound"]) == ("2813", "compute")
 
 
 def test_a_batch_reads_more_experts_than_a_token_uses():
@@ -478,6 +534,20 @@ def test_an_impossible_assumption_is_named(change, message):
         arl.step_cost(qwen8b(), H200, **change)
 
 
+def test_one_number_of_params_does_not_stand_for_a_mixture_of_experts():
+    shape = arl.ModelShape.from_config(transformers.Qwen3MoeConfig(**{**HEADS, **MOE}))
+    calls = (
+        partial(arl.decode_tokens_per_s, batch=1, context=10),
+        partial(arl.prefill_seconds, lengths=[10]),
+        partial(arl.train_tokens_per_s, lengths=[10]),
+        arl.step_cost,
+    )
+    for call in calls:
+        assert call(shape, H200)
+        with pytest.raises(ValueError, match=r"params = 1000 .* experts = 6 "):
+            call(shape, H200, params=1000)
+
+
 @pytest.mark.parametrize("case", MODELS)
 def test_a_missing_key_is_an_error_or_the_default_of_the_library(case):
     config, _ = build(case)
@@ -557,7 +627,7 @@ def test_the_command_prints_the_same_table(config, capsys):
         (["--gpu", "H200", "--batch", "many"], "--batch"),
         (["--gpu", "H200", "--bust", "1"], "--bust"),
         (["--gpu", "H200", "--steps", "0"], "steps = 0"),
-        (["--gpu", "H200", "--tokens", "8000"], "context = 16384 exceeds tokens = 8000"),
+        (["--gpu", "H200", "--tokens", "8000"], "context = 16384 exceeds 5000"),
         ([], "--gpu"),
     ],
 )
