@@ -1666,7 +1666,7 @@ def _gradient_plants(dtype: torch.dtype) -> list[Plant]:
         )
 
     name, own = "split_invariance_check", "divided by its own count"
-    uneven = [[0, 1, 2, 3], [4]]
+    uneven, even = [[0, 1, 2, 3], [4]], torch.ones(8, dtype=dtype)
     draws = torch.Generator().manual_seed(2)
     rows = [
         torch.randn(n, 4, generator=draws).add(mean).to(dtype)
@@ -1676,7 +1676,7 @@ def _gradient_plants(dtype: torch.dtype) -> list[Plant]:
         Plant("8 mean of means", name, check(means, losses, [uneven], "local"), own),
         Plant("9 mean over ranks", name, check(ranks, rows, [[[0, 1], [2]]], "own"), own),
         Plant("10 no policy token", name, check(empty, losses, [uneven], "own"), "divides by 0"),
-        Plant("16 sum of means", name, check(means, losses[:4], [1, 2, 4], "sum"), "summed where"),
+        Plant("16 sum of means", name, check(means, even, [1, 2, 4, 8], "sum"), "summed where"),
         Plant("own token count", name, check(policy, trajs, [2, 4], "local"), own),
         Plant("own advantages", name, check(policy, trajs, [2, 4], "advantages"), "advantages or"),
     ]
@@ -1782,7 +1782,7 @@ def _flat_episodes(repeated: bool, dtype: torch.dtype) -> list[Trajectory]:
     return [Trajectory(row, mask, logp, 0.0) for row in ids]
 
 
-# long: six faults of filters, heads and counts, planted
+# long: seven faults of filters, heads and counts, planted
 def _other_plants(dtype: torch.dtype) -> list[Plant]:
     def by_mean(groups: Sequence[Any]) -> list[bool]:
         return [0 < float(sum(g)) / len(g) < 1 for g in groups]
@@ -1816,6 +1816,13 @@ def _other_plants(dtype: torch.dtype) -> list[Plant]:
         logits = F.linear(hidden, weight).float()
         return logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
 
+    def chunked_head(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+        chunks = zip(hidden.split(512, 1), ids.split(512, 1), strict=True)
+        return torch.cat([full_head(h, weight, i) for h, i in chunks], 1)
+
+    def head(wrong: Callable[..., Tensor]) -> Callable[[bool], CheckResult]:
+        return lambda p: head_memory_check(wrong if p else checkpointed_log_probs, dtype=dtype)
+
     def solved(p: bool) -> CheckResult:
         return group_filter_check(right, dtype=dtype, fill_fn=endless if p else bounded)
 
@@ -1828,8 +1835,8 @@ def _other_plants(dtype: torch.dtype) -> list[Plant]:
               filtered(lambda groups, cut: right(groups), truncation=True), "ran out of length"),
         Plant("14 embedding counted", "flop_count_check",
               lambda p: _flops(p, dtype), "an embedding"),
-        Plant("logits of all tokens", "head_memory_check", lambda p: head_memory_check(
-            full_head if p else checkpointed_log_probs, dtype=dtype), "are kept"),
+        Plant("logits of all tokens", "head_memory_check", head(full_head), "are kept"),
+        Plant("chunks keep their logits", "head_memory_check", head(chunked_head), "are kept"),
     ]  # fmt: skip
 
 

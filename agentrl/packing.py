@@ -329,6 +329,10 @@ def segment_attention(
 
 
 # long: it repeats the signature that it answers to
+_FOR_OTHERS = "a transformers model takes transformers_inputs instead"
+_USE_MASK = f"use attention='mask'; {_FOR_OTHERS}"
+
+
 class _SegmentAttention(TorchFunctionMode):
     """Answers a model's calls of `scaled_dot_product_attention` with `segment_attention`."""
 
@@ -361,7 +365,7 @@ class _SegmentAttention(TorchFunctionMode):
             raise RuntimeError(
                 "the model must attend causally, without a mask or dropout, but it called "
                 f"scaled_dot_product_attention with {given} mask, dropout_p = {dropout_p}, "
-                f"is_causal = {is_causal}: use attention='mask'"
+                f"is_causal = {is_causal}: {_USE_MASK}"
             )
         return segment_attention(query, key, value, self.lengths, **options)
 
@@ -378,7 +382,9 @@ def packed_logits(
     """Return the logits of packed rows, each sequence as if it were alone: [R, L, V].
 
     Args:
-        model: called with `ids`, `position_ids` and, for `mask`, `attention_mask`, as `TinyAgent`.
+        model: called with `ids`, `position_ids` and, for `mask`, a boolean `attention_mask`, as
+            `TinyAgent`; returns the logits. For a `transformers` model, whose eager attention would
+            add such a mask as 0 and 1, there is `transformers_inputs`.
         ids, position_ids, segment_ids: [R, L], as `pack_sequences` returns them.
         attention: `mask` gives the model a block-diagonal causal mask, whose cost grows with R L^2.
             `segments` runs the tokens without the padding in one row and each attention segment by
@@ -387,6 +393,8 @@ def packed_logits(
 
     Raises:
         ValueError: if the shapes differ, or for another `attention`.
+        TypeError: for `mask` with a model that does not return a tensor, as those of
+            `transformers`.
         RuntimeError: for `segments` with a model that does not attend by
             `torch.nn.functional.scaled_dot_product_attention`, or that asks it for a mask of its
             own, for dropout, or for attention that is not causal; or with checkpoints, which
@@ -399,20 +407,22 @@ def packed_logits(
         raise ValueError(f"attention must be 'auto', 'mask' or 'segments', got {attention!r}")
     R, L = ids.shape
     if attention == "mask" or (attention == "auto" and L <= 256):
-        return model(ids, position_ids=position_ids, attention_mask=block_mask(segment_ids))
+        logits = model(ids, position_ids=position_ids, attention_mask=block_mask(segment_ids))
+        if not isinstance(logits, Tensor):
+            kind = type(logits).__name__
+            raise TypeError(f"the model returned {kind}, not a tensor of logits: {_FOR_OTHERS}")
+        return logits
     real = segment_ids >= 0
     number = segment_ids + L * torch.arange(R, device=ids.device)[:, None]  # differs between rows
     lengths = number[real].unique_consecutive(return_counts=True)[1].tolist()
     with _SegmentAttention(lengths) as mode:
         logits = model(ids[real][None], position_ids=position_ids[real][None])[0]
     if not mode.calls:
-        raise RuntimeError(
-            "the model never called scaled_dot_product_attention: use attention='mask'"
-        )
+        raise RuntimeError(f"the model never called scaled_dot_product_attention: {_USE_MASK}")
     if mode.unseen and _recomputes(logits.grad_fn):
         raise RuntimeError(
             "the model attends where autograd does not look, as reentrant checkpoints do, which "
-            "attend again in the backward pass without these segments: use attention='mask'"
+            f"attend again in the backward pass without these segments: {_USE_MASK}"
         )
     return logits.new_zeros(R, L, logits.shape[-1]).masked_scatter(real[..., None], logits)
 

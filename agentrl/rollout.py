@@ -173,12 +173,15 @@ def sample_groups(
         len(tasks) * cfg.group_size trajectories.
 
     Raises:
-        ValueError: if there are no tasks.
+        ValueError: if there are no tasks, or an environment begins with an empty prompt.
     """
     if not tasks:
         raise ValueError("tasks is empty: there is nothing to sample")
     device = next(model.parameters()).device
     rows = [_Row(env_factory(task, tok)) for task in tasks for _ in range(cfg.group_size)]
+    for r, row in enumerate(rows):
+        if not row.ids:
+            raise ValueError(f"episode {r}, of tasks[{r // cfg.group_size}], has an empty prompt")
     cache = model.new_cache(len(rows)) if use_cache else None
     numbers: list[list[float]] = []  # by position and row
 
@@ -240,6 +243,16 @@ def _check_sample_logp(trajs: Sequence[Trajectory]) -> None:
             raise ValueError(f"trajs[{i}].sample_logp[{t}] = {logp} is not finite")
 
 
+def _rewards(trajs: Sequence[Trajectory]) -> list[float]:
+    rewards = []
+    for i, traj in enumerate(trajs):
+        try:
+            rewards.append(float(traj.reward))
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"trajs[{i}].reward = {traj.reward!r} is no number") from None
+    return rewards
+
+
 def collate(trajs: Sequence[Trajectory], pad_id: int) -> dict[str, Tensor]:
     """Pad trajectories to one rectangular batch.
 
@@ -252,8 +265,8 @@ def collate(trajs: Sequence[Trajectory], pad_id: int) -> dict[str, Tensor]:
         float64 `sample_logp` [B, T - 1] and `rewards` [B].
 
     Raises:
-        ValueError, TypeError: naming the index of a trajectory that is malformed, or whose
-            `sample_logp` is not finite at a policy token.
+        ValueError, TypeError: naming the index of a trajectory that is malformed, whose `reward`
+            is no number, or whose `sample_logp` is not finite at a policy token.
     """
     check_trajectories(trajs)
     _check_sample_logp(trajs)
@@ -266,7 +279,7 @@ def collate(trajs: Sequence[Trajectory], pad_id: int) -> dict[str, Tensor]:
             [traj.sample_logp.detach().double() for traj in trajs], width - 1, 0.0
         ),
         "lengths": lengths,
-        "rewards": torch.tensor([float(traj.reward) for traj in trajs], dtype=torch.float64),
+        "rewards": torch.tensor(_rewards(trajs), dtype=torch.float64),
     }
 
 
@@ -308,13 +321,23 @@ def behavior_stats(trajs: Sequence[Trajectory]) -> dict[str, float]:
     """Average reward, tokens, the policy's share, actions, errors and cut-offs over episodes.
 
     The last three are read from `info`, as `BugFixEnv` keeps it.
+
+    Raises:
+        ValueError: if there are no trajectories, or naming the first `info` that lacks a key.
     """
+    if len(trajs) == 0:
+        raise ValueError("trajs is empty")
+    keys = (*ACTIONS, "errors", "truncated")
+    for i, traj in enumerate(trajs):
+        for key in keys:
+            if key not in traj.info:
+                raise ValueError(f"trajs[{i}].info = {traj.info} has no {key!r}")
     tokens = sum(len(traj.ids) for traj in trajs)
     stats = {
         "reward": sum(traj.reward for traj in trajs) / len(trajs),
         "tokens": tokens / len(trajs),
         "policy_share": sum(int(traj.action_mask.sum()) for traj in trajs) / tokens,
     }
-    for key in (*ACTIONS, "errors", "truncated"):
+    for key in keys:
         stats[key.lower()] = sum(float(traj.info[key]) for traj in trajs) / len(trajs)
     return stats

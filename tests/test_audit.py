@@ -86,6 +86,13 @@ def test_the_table_needs_no_library_and_its_runs_no_draw(monkeypatch: pytest.Mon
     assert torch.equal(state, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_copy_of_the_logits_is_found(dtype: torch.dtype) -> None:
+    copies = {p.fault: p.run(True).worst / 32_768 for p in plants(dtype) if "logits" in p.fault}
+    assert copies["chunks keep their logits"] == pytest.approx(4, abs=0.2)  # of 4 bytes a word
+    assert copies["logits of all tokens"] > 9
+
+
 def test_no_two_plants_are_the_same_run() -> None:
     results = [str(p.run(True)) for p in plants(torch.float32) if p.fault[0].isdigit()]
     assert len(set(results)) == len(results) == 16

@@ -539,6 +539,17 @@ def test_segments_need_a_model_that_calls_the_function() -> None:
         packed_logits(make_model(), packed["ids"], packed["position_ids"][:, :5], packed["ids"])
 
 
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_transformers_model_is_sent_to_its_own_inputs(implementation: str) -> None:
+    model = tiny_qwen(implementation)
+    packed = pack_sequences(make_trajs([9, 7, 1]), 17)
+    for attention in ("mask", "auto"):
+        with pytest.raises(TypeError, match=r"returned CausalLMOutput.*transformers_inputs"):
+            run(model, packed, attention)
+    with pytest.raises(RuntimeError, match="transformers_inputs"):
+        run(tiny_qwen("eager"), packed, "segments")
+
+
 class Attention(torch.nn.Module):
     """One layer of attention that calls the function with the given options."""
 
@@ -637,9 +648,7 @@ def test_segment_attention_takes_grouped_heads() -> None:
 # A real architecture
 
 
-@pytest.fixture(scope="module", params=["eager", "sdpa", "boundaries"])
-def qwen(request: pytest.FixtureRequest) -> tuple[torch.nn.Module, bool]:
-    """A small Qwen3, and whether it takes boundaries instead of a mask."""
+def tiny_qwen(implementation: str) -> torch.nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         transformers = pytest.importorskip("transformers")
@@ -661,8 +670,21 @@ def qwen(request: pytest.FixtureRequest) -> tuple[torch.nn.Module, bool]:
         head_dim=8,
     )
     torch.manual_seed(0)
-    model = transformers.Qwen3ForCausalLM._from_config(config, attn_implementation=request.param)
-    return model.eval(), request.param == "boundaries"
+    model = transformers.Qwen3ForCausalLM._from_config(config, attn_implementation=implementation)
+    return model.eval()
+
+
+@pytest.fixture(scope="module", params=["eager", "sdpa", "boundaries"])
+def qwen(request: pytest.FixtureRequest) -> tuple[torch.nn.Module, bool]:
+    """A small Qwen3, and whether it takes boundaries instead of a mask."""
+    return tiny_qwen(request.param), request.param == "boundaries"
+
+
+def test_boundaries_are_told_to_queries_and_keys() -> None:
+    packed = pack_sequences(make_trajs([5, 12, 3]), 17)
+    given = transformers_inputs(packed, boundaries=True)
+    assert given["cu_seq_lens_q"].tolist() == given["cu_seq_lens_k"].tolist() == [0, 12, 17, 20]
+    assert given["max_length_q"] == given["max_length_k"] == 12
 
 
 def qwen_scores(qwen: tuple[torch.nn.Module, bool], packed: dict, **changes) -> list[Tensor]:

@@ -351,6 +351,16 @@ def test_no_tasks_are_refused() -> None:
         sample(tasks=[])
 
 
+def test_an_empty_prompt_is_refused() -> None:
+    envs = [Talker([1, 2], [0], 20), Talker([], [0], 20)]
+    for empty in (envs, envs[1:]):
+        index = len(empty) - 1
+        message = f"episode {index}, of tasks[{index}], has an empty prompt"
+        for use_cache in (True, False):
+            with pytest.raises(ValueError, match=re.escape(message)):
+                talk(Eager(), empty, 0, use_cache=use_cache)
+
+
 def test_an_episode_longer_than_the_model_is_refused() -> None:
     model = TinyAgent(len(TOK), d_model=8, n_layers=1, n_heads=1, max_len=10)
     with pytest.raises(ValueError, match="max_len = 10"):
@@ -552,6 +562,14 @@ def test_what_is_no_trajectory_is_refused() -> None:
         collate([lists], 0)
 
 
+@pytest.mark.parametrize("reward", [None, torch.tensor([0.0, 1.0]), "passed"])
+def test_a_reward_that_is_no_number_is_named(reward: object) -> None:
+    message = re.escape(f"trajs[1].reward = {reward!r} is no number")
+    with pytest.raises(TypeError, match=message):
+        collate([traj(), traj(reward=reward)], 0)
+    assert collate([traj(reward=torch.tensor([0.5]))], 0)["rewards"].tolist() == [0.5]
+
+
 def test_pad_rows() -> None:
     rows = [torch.tensor([1.5]), torch.tensor([2.0, 3.0]), torch.tensor([])]
     assert pad_rows(rows, 3, -1).tolist() == [[1.5, -1, -1], [2, 3, -1], [-1, -1, -1]]
@@ -626,3 +644,15 @@ def test_behavior_stats_against_a_loop() -> None:
     assert set(stats) == {
         "reward", "tokens", "policy_share", "look", "test", "edit", "submit", "errors", "truncated"
     }  # fmt: skip
+
+
+def test_behavior_stats_name_what_is_missing() -> None:
+    with pytest.raises(ValueError, match="trajs is empty"):
+        behavior_stats([])
+    counts = dict.fromkeys((*ACTIONS, "errors", "truncated"), 0)
+    assert behavior_stats([traj(info=counts)])["look"] == 0
+    for key in counts:
+        info = {k: 0 for k in counts if k != key}
+        message = re.escape(f"trajs[1].info = {info} has no {key!r}")
+        with pytest.raises(ValueError, match=message):
+            behavior_stats([traj(info=counts), traj(info=info)])
