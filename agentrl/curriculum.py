@@ -91,6 +91,9 @@ def _inside(rate: Any, low: float, high: float) -> bool:
         return True
     if min(rewards) == max(rewards) and rewards[0] not in (0.0, 1.0):
         return False  # no variance, whatever the mean
+    for index, reward in enumerate(rewards):
+        if not 0 <= reward <= 1:
+            raise ValueError(f"rewards[{index}] = {reward} is not in [0, 1]")
     return low < sum(map(Fraction, rewards)) / len(rewards) < high  # exact, no rounding
 
 
@@ -107,11 +110,13 @@ def filter_by_pass_rate(
         tasks: anything; with a mapping, they have a `name`.
         pass_rates: per task a number in [0, 1], or the rewards of its episodes; in the order of the
             tasks, or by name. Rewards are judged exactly: by integer successes if they are 0 and 1;
-            else equal ones are dropped whatever their value, and others judged by their mean.
+            else equal ones are dropped whatever their value, and others, all in [0, 1], judged by
+            their mean.
         low, high: the bounds; below 0 and above 1 they keep every task.
 
     Raises:
-        ValueError: naming a rate that is missing or none, or if low >= high.
+        ValueError: naming a rate that is missing or none, or a reward outside [0, 1] in a group
+            that is judged by its mean; if there are more or fewer rates than tasks, or low >= high.
     """
     if not low < high:
         raise ValueError(f"low = {low} must be below high = {high}")
@@ -132,6 +137,7 @@ def filter_by_pass_rate(
     return kept
 
 
+# long: three estimates, and the checks of their groups
 ESTIMATES = ("last", "mean3", "beta")
 SAMPLINGS = ("filter", "proportional", "dynamic")
 _MEMORY = 16  # groups remembered per task; in `beta`, the first of them counts 2**-15
@@ -141,11 +147,20 @@ def estimate_pass_rate(groups: Sequence[Sequence[float]], how: str = "last") -> 
     """Estimate a task's pass rate from its groups.
 
     Args:
-        groups: rewards of 0 and 1, oldest group first; may be empty.
+        groups: rewards in [0, 1], oldest group first; there may be no group.
         how: one of `ESTIMATES`; 0.5 without groups in each.
+
+    Raises:
+        ValueError: for another `how`, or naming a group without rewards or a reward outside [0, 1].
     """
     if how not in ESTIMATES:
         raise ValueError(f"estimate must be one of {ESTIMATES}, got {how!r}")
+    for index, rewards in enumerate(groups):
+        if not len(rewards):
+            raise ValueError(f"groups[{index}] = {rewards} has no rewards")
+        for place, reward in enumerate(rewards):
+            if not 0 <= reward <= 1:
+                raise ValueError(f"groups[{index}][{place}] = {reward} is not in [0, 1]")
     if how == "beta":
         passed = failed = 0.0
         for rewards in groups:
@@ -193,8 +208,10 @@ def draw_weighted(weights: Sequence[float], count: int, generator: torch.Generat
         `count` indices, or as many as have a positive weight.
 
     Raises:
-        ValueError: naming a weight that is negative or not finite.
+        ValueError: for a negative `count`, or naming a weight that is negative or not finite.
     """
+    if count < 0:
+        raise ValueError(f"count = {count} must not be negative")
     for index, weight in enumerate(weights):
         if not 0 <= weight < math.inf:
             raise ValueError(f"weights[{index}] = {weight} is negative or not finite")
@@ -382,6 +399,9 @@ def run_arm(job: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     Returns:
         `history`, as of `train_curriculum`, and `scores`: `episodes` spent, the `pass_rate` from
         32 episodes of each task, and its `stderr`; the last one at the end of the run.
+
+    Raises:
+        ValueError: for a `checkpoint`, or what `RLConfig` and `train_curriculum` refuse.
     """
     if "checkpoint" in job:
         raise ValueError("checkpoint: a resumed run would lack the scores of its first part")
@@ -426,6 +446,9 @@ def run_arms(
 
     Args:
         workers: processes; by default one per CPU core, at most 8. Results do not depend on it.
+
+    Raises:
+        ValueError: if workers < 1, or for a job that `run_arm` refuses.
     """
     if workers is not None and workers < 1:
         raise ValueError(f"workers = {workers} must be at least 1")

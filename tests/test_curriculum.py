@@ -122,6 +122,9 @@ def test_rates_by_name() -> None:
         ([-0.1, 0.5], r"pass_rates\[0\].*-0.1"),
         ([0.5, []], r"pass_rates\[1\]"),
         ([0.5, [0.0, math.inf]], r"pass_rates\[1\].*inf"),
+        ([0.5, [0.0, 2.0]], r"pass_rates\[1\]: rewards\[1\] = 2.0 is not in \[0, 1\]"),
+        ([[-1, -1, 1, 1], 0.5], r"pass_rates\[0\]: rewards\[0\] = -1.0 is not in \[0, 1\]"),
+        ([0.5, [-1, 1, 1, 1]], r"pass_rates\[1\]: rewards\[0\] = -1.0 is not in \[0, 1\]"),
         ([0.5, None], r"pass_rates\[1\]"),
         ([0.5], "1 pass rates for 2 tasks"),
     ],
@@ -196,6 +199,21 @@ def test_estimates_by_hand(groups: list[list[float]]) -> None:
 def test_estimates_refuse_other_names() -> None:
     with pytest.raises(ValueError, match="median"):
         estimate_pass_rate([], "median")
+
+
+@pytest.mark.parametrize("how", ESTIMATES)
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([[1.0], []], "groups[1] = [] has no rewards"),
+        ([[2, 2]], "groups[0][0] = 2 is not in [0, 1]"),
+        ([[1, 0], [0.5, -0.5]], "groups[1][1] = -0.5 is not in [0, 1]"),
+        ([[0.0, math.nan]], "groups[0][1] = nan is not in [0, 1]"),
+    ],
+)
+def test_estimates_refuse_other_rewards(groups: list[list[float]], message: str, how: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        estimate_pass_rate(groups, how)
 
 
 def test_weighted_draws() -> None:
@@ -432,6 +450,8 @@ def test_weights_are_checked_and_none_takes_anothers_place() -> None:
     for bad in (-1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match=re.escape(f"weights[1] = {bad} is")):
             draw_weighted([1.0, bad], 1, gen())
+    with pytest.raises(ValueError, match="count = -1"):
+        draw_weighted([1.0, 1.0, 1.0], -1, gen())
     for seed in range(20):
         assert draw_weighted([0.0, 1e-310, 0.0], 1, gen(seed)) == [1]
 
