@@ -530,7 +530,8 @@ def test_random_and_broken_gradients_are_diagnosed() -> None:
     assert not other and "returned 2 numbers, and 1" in other.likely
     zero = arl.split_invariance_check(lambda b, s: torch.zeros(3) + len(s) - 1, batch, [2])
     assert not zero and zero.worst == math.inf
-    assert arl.split_invariance_check(lambda b, s: {"w": torch.zeros(3)}, {"x": batch}, [2])
+    with pytest.raises(ValueError, match="the gradient is 0 for every split: there is nothing"):
+        arl.split_invariance_check(lambda b, s: {"w": torch.zeros(3)}, {"x": batch}, [2])
 
 
 # Ratios
@@ -823,6 +824,73 @@ def test_flops_do_not_depend_on_kernels_and_recomputation(
     assert not more and "an embedding" in more.likely
     less = arl.flop_count_check(right - 6 * 1000 * 64 * 64, step)
     assert not less and "left out" in less.likely
+
+
+def test_flops_of_attention_are_all_pairs_half_of_them_and_no_less() -> None:
+    q = torch.randn(1, 2, 64, 8, requires_grad=True)
+    step = lambda: F.scaled_dot_product_attention(q, q, q).sum().backward()  # noqa: E731
+    pairs = 3 * 2 * (2 * 2 * 64 * 64 * 8)  # forward and backward, scores and values
+    assert arl.flop_count_check(pairs, step) and arl.flop_count_check(pairs / 2, step)
+    for less in (0.4 * pairs, 0.0):
+        assert "left out" in arl.flop_count_check(less, step).likely
+
+
+def test_flops_of_a_batch_of_products_that_is_no_attention_are_not_halved() -> None:
+    x, w = torch.randn(4, 16, 8, requires_grad=True), torch.randn(4, 8, 32, requires_grad=True)
+    step = lambda: torch.bmm(x, w).sum().backward()  # noqa: E731
+    flops = 3 * 2 * 4 * 16 * 8 * 32
+    assert arl.flop_count_check(flops, step)
+    assert not arl.flop_count_check(flops / 2, step)
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
+def test_flops_of_experts_do_not_depend_on_their_kernel(experts: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    config._experts_implementation = experts
+    model = transformers.MixtralForCausalLM._from_config(config, attn_implementation="eager")
+    ids = torch.arange(32)[None]
+    step = lambda: model(ids, use_cache=False).logits.sum().backward()  # noqa: E731
+    shape = arl.ModelShape.from_config(config)
+    right = arl.training_flops(shape, [32])
+    assert (found := arl.flop_count_check(right, step)), found
+    idle = 3 * 2 * 3 * 64 * 96 * 2 * 32 * 2  # the two experts that a token uses, left out
+    assert not arl.flop_count_check(right - idle / 2, step)
+
+
+def test_trajectories_agree_within_the_limit_or_not_at_all() -> None:
+    trajs, logits = random_episodes(0)
+
+    def off(ts: list[arl.Trajectory]) -> list[Tensor]:  # half by little, half by much
+        return [x + (1e-3, 1.0)[i % 2] * (-1) ** torch.arange(len(x))
+                for i, x in enumerate(scored(logits, ts))]  # fmt: skip
+
+    found = arl.step_zero_ratio_check(off, trajs)
+    assert not found and "no trajectory agrees" in found.likely
+
+
+def test_a_schedule_of_two_ranks_is_not_wasteful() -> None:
+    sizes = [8] * 16
+    pairs, single = [[i, i + 1] for i in range(0, 16, 2)], [[i] for i in range(16)]
+    assert arl.schedule_check([pairs[:4], pairs[4:]], sizes, 16, num_ranks=2)
+    found = arl.schedule_check([single[:8], single[8:]], sizes, 16, num_ranks=2)
+    assert not found and "room in open microbatches" in found.likely
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_that_is_cut_off_is_found(dtype: torch.dtype) -> None:
+    right = arl.fused_log_probs
+    assert arl.head_memory_check(right, dtype=dtype)
+    cut = {
+        "hidden": lambda h, w, i: right(h.detach(), w, i),
+        "weight": lambda h, w, i: right(h, w.detach(), i),
+    }
+    for name, head in cut.items():
+        found = arl.head_memory_check(head, dtype=dtype)
+        assert not found and "cut off" in found.likely and name in repr(found)
 
 
 # At the door
