@@ -12,7 +12,7 @@ BOOK_TESTS := $(foreach name,benchmarks book browser export notebooks release,te
 .PHONY: book test test-helpers run bench export pdf dist serve clean
 
 book: .venv/stamp  ## build the HTML from the committed outputs
-	$(BIN)/jupyter-book build . -W -n --keep-going
+	$(BIN)/jupyter-book build . -W -n --keep-going || { rm -rf _build/.doctrees; exit 1; }
 
 test: .venv/stamp  ## everything that CI checks
 	$(BIN)/ruff check

@@ -12,6 +12,7 @@ import math
 import multiprocessing
 import numbers
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -437,6 +438,9 @@ def _one_thread() -> None:
     """Prepare a worker process."""
     os.environ["AGENTRL_PROGRESS"] = "0"  # the bar is the parent's
     torch.set_num_threads(1)
+    parent = multiprocessing.parent_process()
+    # Without this a worker outlives a parent that is killed.
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def run_arms(

@@ -589,6 +589,43 @@ def test_sigkill(tmp_path: Path, parity: None) -> None:
 # Runs side by side ----------------------------------------------------------------------------
 
 
+RUN = """
+import agentrl as arl
+
+if __name__ == "__main__":
+    arl.run_arms([{"steps": 500, "score_every": 10**9}], workers=1)
+"""
+
+
+def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(RUN)
+    root = Path(__file__).resolve().parents[1]
+    parent = subprocess.Popen([sys.executable, script], env={**os.environ, "PYTHONPATH": str(root)})
+    try:
+        listed = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+        wait(lambda: len(listed.read_text().split()) > 1)  # the worker, and who cleans up
+        children = [Path("/proc", pid) for pid in listed.read_text().split()]
+    finally:
+        parent.kill()
+        parent.wait()
+    wait(lambda: not any(map(runs, children)))
+
+
+def runs(process: Path) -> bool:
+    try:
+        return ") Z" not in (process / "stat").read_text()
+    except OSError:
+        return False
+
+
+def wait(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
 def test_workers_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = [
         {"cfg": {"seed": seed}, "steps": 2, "budget": 64, "score_every": 32, **options}

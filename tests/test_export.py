@@ -290,6 +290,9 @@ PROBLEMS = {
     "unknown name": ("#@save\nfrom agentrl.zero import h\nA = h", "00-zero.ipynb saves no h"),
     "saved twice": ("#@save\ndef f(): ...", r"f is saved by 00-zero.ipynb cell 2 \(In \[1\]\) too"),
     "named like a module": ("#@save\nzero = 1", "also the name of a module"),
+    "saved again": ("#@save\ndef new(): ...", r"new is saved by cell 2 \(In \[1\]\) too"),
+    "runs on import": ("#@save\nimport torch\ntorch.manual_seed(0)", "line 3: would run whenever"),
+    "list of names": ('#@save\n__all__ = ["f"]', "__all__ is saved by the exporter too"),
 }
 
 
@@ -303,6 +306,27 @@ def test_a_problem_is_reported_with_its_cell_and_nothing_is_written(make, tmp_pa
     with pytest.raises(ExportError, match=rf"01-one.ipynb cell 3 \(In \[2\]\): .*{reason}"):
         export(tmp_path)
     assert {path: path.read_bytes() for path in (tmp_path / "agentrl").iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["01-notebook", "01-async", "01-Big", "one"])
+def test_a_slug_is_a_name_that_is_free(make, tmp_path, name):
+    make("#@save\ndef f(): ...", name=name)
+    with pytest.raises(ExportError, match=f"{name}.ipynb: a chapter is called NN-slug.ipynb"):
+        export(tmp_path)
+
+
+def test_two_chapters_of_one_slug_are_refused(make, tmp_path):
+    make("#@save\ndef f(): ...", name="01-one")
+    make("#@save\ndef g(): ...", name="02-one")
+    with pytest.raises(ExportError, match=r"02-one.ipynb: 01-one.ipynb has the same slug"):
+        export(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", '{\n<<<<<<< HEAD\n "cells": []\n}'])
+def test_what_is_no_notebook_is_named(make, tmp_path, text):
+    make("#@save\ndef f(): ...").write_text(text)
+    with pytest.raises(ExportError, match=r"01-one.ipynb: is no notebook"):
+        export(tmp_path)
 
 
 def test_an_earlier_chapter_is_imported_by_name(make, tmp_path):

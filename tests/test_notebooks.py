@@ -208,6 +208,42 @@ def test_a_failed_run_leaves_the_committed_notebook(project, tmp_path, capsys):
     assert "ZeroDivisionError" in (tmp_path / "_build/runs/01-one.ipynb").read_text()
 
 
+def test_a_run_whose_process_is_killed_names_the_chapter(project, tmp_path, capsys):
+    path = project("x = 1", "import os\n\nos.kill(os.getpid(), 9)")
+    before = path.read_bytes()
+    assert notebooks.run([path], {}) == 1
+    assert path.read_bytes() == before
+    assert "01-one.ipynb failed: its process was killed" in capsys.readouterr().out
+
+
+def test_a_chapter_without_the_parameter_does_not_run(project, capsys):
+    cell = new_code_cell("STEPS = 1", metadata={"tags": ["parameters"]})
+    paths = [project("x = 1"), project(cell, "print(STEPS)", name="02-two")]
+    before = paths[0].read_bytes()
+    assert notebooks.run(paths, {"STEPS": 2}) == 0
+    out = capsys.readouterr().out
+    assert "02-two.ipynb with STEPS = 2" in out and "01-one" not in out
+    assert paths[0].read_bytes() == before
+
+
+def test_no_chapter_runs_with_a_package_that_could_not_be_exported(project, monkeypatch):
+    monkeypatch.setattr(notebooks.export, "main", lambda _: 1)
+    path = project("x = 1")
+    before = path.read_bytes()
+    assert main(["run"]) == 1
+    assert path.read_bytes() == before
+
+
+def test_a_chapter_is_chosen_by_its_number(project, monkeypatch):
+    ran = []
+    monkeypatch.setattr(notebooks.export, "main", lambda _: 0)
+    monkeypatch.setattr(notebooks, "run", lambda paths, _: ran.append([p.name for p in paths]) or 0)
+    project("x = 1")
+    project("x = 1", name="10-ten")
+    assert main(["run", "--chapter", "1"]) == 0
+    assert ran == [["01-one.ipynb"]]
+
+
 def test_an_unknown_parameter_or_chapter_is_refused(project, capsys):
     path = project("x = 1")
     assert notebooks.run([path], {"SEEDZ": 1}) == 1
@@ -301,8 +337,17 @@ REFUSED = {
     ],
     "no alt": [ran("figure()", shown(image_svg_xml=SVG)), "without alt text"],
     "empty alt": [
-        ran("figure()", shown(image_png="iVBO"), mystnb={"image": {"alt": " "}}),
+        ran("figure()", shown(image_svg_xml=SVG), mystnb={"image": {"alt": " "}}),
         "without alt text",
+    ],
+    "pixels": [ran("plt.plot()", shown(image_png="iVBO"), **ALT), "ids of its own"],
+    "number in a caption": [
+        ran(
+            "f()",
+            shown(image_svg_xml=SVG),
+            mystnb={**ALT["mystnb"], "figure": {"caption": "26% less"}},
+        ),
+        "'26%' in the caption",
     ],
     "date": [
         ran("figure()", shown(image_svg_xml=SVG + "<dc:date>2025</dc:date>"), **ALT),
@@ -352,6 +397,14 @@ REFUSED = {
     "in a list": ["md:- first\n- 2.5 nats", "'2.5' is typed"],
     "in a directive": ["md:```{note}\nIt is 0.74.\n```", "'0.74' is typed"],
     "cited next door": ["md:It is theirs {cite}`qwen3`. Ours is 0.74.", "'0.74' is typed"],
+    "factor": ["md:That is a factor of 9 less.", "'factor of 9' is typed"],
+    "points": ["md:It rose by 4 percentage points.", "'4 percentage points' is typed"],
+    "milliseconds": ["md:It takes 12 milliseconds.", "'12 milliseconds' is typed"],
+    "hours": ["md:It takes 3 hours.", "'3 hours' is typed"],
+    "days": ["md:It takes 3 days.", "'3 days' is typed"],
+    "nats": ["md:It is off by 2 nats.", "'2 nats' is typed"],
+    "work": ["md:It costs 5 TFLOPs.", "'5 TFLOPs' is typed"],
+    "thousands": ["md:A context of 12k tokens.", "'12k tokens' is typed"],
     "raw": [nbformat.v4.new_raw_cell("x"), "raw cell"],
 }
 

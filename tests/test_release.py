@@ -120,6 +120,8 @@ def test_the_changes_name_both_ends_of_each_range():
     for name in ("torch", "transformers"):
         low, high = re.search(rf"^\| {name}.*\| `(\S+)` \| `(\S+)` \|$", changes, re.M).groups()
         assert low in ranges[name] and high in ranges[name]
+        major, minor, *_ = Version(high).release
+        assert name != "torch" or f"{major}.{minor + 1}.0" not in ranges[name], "untested above"
         [least] = [Version(bound.version) for bound in ranges[name] if bound.operator == ">="]
         assert Version(low).release[: len(least.release)] == least.release, name
 
@@ -365,7 +367,8 @@ def test_the_api_page_describes_every_public_name(book, tmp_path):
             assert f'href="chapters/{path.stem}.html#' in entry, name
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
                 about = ast.get_docstring(node)
-                assert re.match(r"[\w ]+", about)[0] in entry, name
+                assert about, f"{name} has no docstring"
+                assert re.search(r"[\w ]+", about)[0] in entry, name
     assert "sig-paren" not in entries["ModelShape.layers"]  # a property
     assert "sig-paren" in entries["ModelShape.kv_bytes"]
     assert "classmethod" in entries["ModelShape.from_config"]

@@ -13,6 +13,7 @@ import argparse
 import ast
 import io
 import json
+import keyword
 import os
 import re
 import subprocess
@@ -128,7 +129,10 @@ def generate(root: Path = ROOT) -> dict[str, str]:
         ExportError: a chapter cannot be exported.
     """
     modules = [read_module(path) for path in sorted((root / "chapters").glob("*.ipynb"))]
-    by_slug = {module.slug: module for module in modules}
+    by_slug: dict[str, Module] = {}
+    for module in modules:
+        if (other := by_slug.setdefault(module.slug, module)) is not module:
+            raise ExportError(f"{module.notebook.name}: {other.notebook.name} has the same slug")
     taken: dict[str, Module] = {}
     for module in modules:
         _check_internal_imports(module, by_slug)
@@ -161,15 +165,29 @@ def version(root: Path = ROOT) -> str:
 def read_module(path: Path) -> Module:
     """Take the saved cells of a notebook apart; what is wrong with them goes to `problems`."""
     match = re.fullmatch(r"(\d+)-([a-z][a-z0-9_]*)", path.stem)
-    if not match:
-        raise ExportError(f"{path.name}: a chapter is called NN-slug.ipynb, slug a Python name")
+    if not match or match[2] in HAND_WRITTEN or keyword.iskeyword(match[2]):
+        raise ExportError(
+            f"{path.name}: a chapter is called NN-slug.ipynb, slug a Python name that is free"
+        )
     module = Module(path, *match.groups())
-    notebook = nbformat.read(path, as_version=4)
+    notebook = read_notebook(path)
     module.docstring = _docstring(module, notebook)
     for cell, label in zip(notebook.cells, cell_labels(notebook), strict=True):
         if cell.cell_type == "code":
             _read_cell(module, "\n".join(cell.source.splitlines()), label)
     return module
+
+
+def read_notebook(path: Path) -> nbformat.NotebookNode:
+    """Read a notebook as format 4, whatever minor format it is in.
+
+    Raises:
+        ExportError: it is no notebook, as one with the marks of a merge.
+    """
+    try:
+        return nbformat.read(path, as_version=4)
+    except nbformat.reader.NotJSONError:
+        raise ExportError(f"{path.name}: is no notebook") from None
 
 
 def cell_labels(notebook: nbformat.NotebookNode) -> list[str]:
@@ -224,6 +242,8 @@ def _read_cell(module: Module, source: str, cell: str) -> None:
     lines = source.split("\n")
     to_top: set[int] = set()
     for node in tree.body:
+        if isinstance(node, ast.Expr):
+            module.problem(cell, f"line {node.lineno}: would run whenever agentrl is imported")
         if not isinstance(node, ast.Import | ast.ImportFrom):
             continue
         start = node.lineno
@@ -249,7 +269,9 @@ def _read_cell(module: Module, source: str, cell: str) -> None:
     if text:
         module.body += [Line(line, cell) for line in [*text.split("\n"), "", ""]]
     for name in _bound_names(tree.body):
-        module.names.setdefault(name, cell)
+        if module.names.setdefault(name, cell) != cell or name == "__all__":
+            other = "the exporter" if name == "__all__" else module.names[name]
+            module.problem(cell, f"{name} is saved by {other} too")
 
 
 def _marks(source: str) -> bool:

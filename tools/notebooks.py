@@ -122,7 +122,7 @@ def _canonical_outputs(outputs: list[Notebook], count: int) -> list[Notebook]:
 
 def read(path: Path) -> Notebook:
     """Read a notebook as format 4.5, whatever minor format it is in."""
-    return nbformat.v4.upgrade(nbformat.read(path, as_version=4))
+    return nbformat.v4.upgrade(export.read_notebook(path))
 
 
 def canon(path: Path) -> bool:
@@ -143,11 +143,17 @@ def run(paths: list[Path], parameters: dict[str, Any]) -> int:
     Args:
         paths: the notebooks.
         parameters: values for the cell tagged `parameters`. A chapter without one of them runs with
-            the others.
+            the others, one without any of them not at all.
     """
     os.environ["AGENTRL_PROGRESS"] = "0"  # the chapters' bars would end up in their outputs
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as under test
     own = {path: _parameters(read(path)) for path in paths}
+    if parameters:  # a page has none, and shows what the run notes
+        own = {
+            path: has
+            for path, has in own.items()
+            if has.keys() & parameters or path.parent.name != "chapters"
+        }
     for name in parameters:
         if not any(name in defaults for defaults in own.values()):
             print(f"No parameter is called {name} in {', '.join(path.name for path in paths)}.")
@@ -195,6 +201,7 @@ def _like(default: Any, value: Any) -> Any:
 
 def _run_one(path: Path, parameters: dict[str, Any]) -> bool:
     import papermill
+    from nbclient.exceptions import DeadKernelError
 
     runs = ROOT / "_build" / "runs"
     runs.mkdir(parents=True, exist_ok=True)
@@ -212,10 +219,13 @@ def _run_one(path: Path, parameters: dict[str, Any]) -> bool:
                 progress_bar={"desc": path.stem},
                 extra_arguments=["--log-level=ERROR"],
             )
-        except papermill.PapermillExecutionError as error:
+        except (papermill.PapermillExecutionError, DeadKernelError) as error:
             kept = runs / path.name
             export.replace(kept, output.read_text(encoding="utf-8"))
-            print(f"{path.name} In [{error.exec_count}] failed: {error.ename}: {error.evalue}")
+            if isinstance(error, DeadKernelError):
+                print(f"{path.name} failed: its process was killed, as for want of memory")
+            else:
+                print(f"{path.name} In [{error.exec_count}] failed: {error.ename}: {error.evalue}")
             print(f"The notebook is as it was; this run is in {kept.relative_to(ROOT)}.")
             return False
         executed = read(output)
@@ -274,8 +284,10 @@ def _compare(committed: Notebook, computed: Notebook) -> list[str]:
 NUMBER_CLAIMS = re.compile(
     r"(?<![\w.])(?:\d[\d,]*\.\d+(?:e[-+]?\d+)?|\d+e[-+]?\d+"  # 0.74, 1.5e-6, 1e-6
     r"|\d[\d,]*\s?(?:%|per ?cent\b)"
+    r"|factors? of \d[\d,]*"
     r"|\d[\d,]*[\s-]?(?:×|(?:x|times|fold)\b)(?!\s*\d)"  # but not 8 x 8
-    r"|\d[\d,]*[\s-]?(?:[kKMGTP]i?B(?:/s)?|bytes?|[mµun]?s|seconds?|minutes?|hours?|GPU-hours?|nats?"
+    r"|\d[\d,]*[\s-]?(?:[kKMGTP]i?B(?:/s)?|bytes?|[mµun]?s|(?:milli|micro|nano)?seconds?|minutes?"
+    r"|hours?|days?|GPU-hours?|nats?|percentage points?|k tokens"
     r"|tokens?(?:/s)?|[MGTP]?FLOPs?(?:/s)?)(?!\w))"
 )
 PATH = re.compile(r"(?<![\w.:/<])/(?:[\w.@+-]+/)+[\w.@+-]+|\b[A-Z]:\\\w")
@@ -301,8 +313,8 @@ def preflight(path: Path) -> list[str]:
     text = path.read_text(encoding="utf-8")
     try:
         notebook = read(path)
-    except nbformat.reader.NotJSONError:
-        return [f"{path.name}: is no notebook"]
+    except export.ExportError as error:
+        return [str(error)]
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     if code and all(cell.execution_count is None for cell in code):
         return [f"{path.name}: not executed at all"]
@@ -394,13 +406,14 @@ def _figure_faults(cell: Notebook, mime: str, text: str) -> Iterator[str]:
     alt = str(cell.metadata.get("mystnb", {}).get("image", {}).get("alt", ""))
     if not alt.strip():
         yield 'a figure without alt text: cell metadata {"mystnb": {"image": {"alt": "..."}}}'
-    for match in NUMBER_CLAIMS.finditer(alt):
-        yield f"{match[0]!r} in the alt text, which nothing compares: leave it to the output"
-    if mime == "image/svg+xml":
-        if "<dc:date>" in text:
-            yield "a figure with a date"
-        if 'id="agentrl"' not in text[:2000]:
-            yield "a figure with ids of its own: make it with agentrl.notebook.figure"
+    caption = str(cell.metadata.get("mystnb", {}).get("figure", {}).get("caption", ""))
+    for name, words in (("alt text", alt), ("caption", caption)):
+        for match in NUMBER_CLAIMS.finditer(_words(words)):
+            yield f"{match[0]!r} in the {name}, which nothing compares: leave it to the output"
+    if "<dc:date>" in text[:5000]:
+        yield "a figure with a date"
+    if mime != "image/svg+xml" or 'id="agentrl"' not in text[:2000]:
+        yield "a figure with ids of its own: make it with agentrl.notebook.figure"
 
 
 def _recorded(cell: Notebook) -> list[str]:
@@ -491,16 +504,17 @@ def main(arguments: list[str] | None = None) -> int:
         report = [line for path in options.files or [*chapters, *pages] for line in preflight(path)]
         print("\n".join(report or ["preflight: nothing to refuse"]))
         return bool(report)
-    chosen = [path for path in chapters if path.name.startswith(options.chapter)]
+    number = options.chapter.zfill(2) if options.chapter.isdigit() else options.chapter
+    chosen = [path for path in chapters if path.name.startswith(number)]
     # Pages come last, since they read what a run notes: the time, also on another device.
     also = chosen and {name for name, _ in options.p} <= {"DEVICE"}
     chosen += [path for path in pages if also or path.name.startswith(options.chapter)]
     if not chosen:
         print(f"No chapter begins with {options.chapter!r}.")
         return 1
-    status = export.main([])
-    parameters = {name: _literal(value) for name, value in options.p}
-    return run(chosen, parameters) or status
+    if status := export.main([]):
+        return status  # the chapters would run with the package as it was
+    return run(chosen, {name: _literal(value) for name, value in options.p})
 
 
 if __name__ == "__main__":
