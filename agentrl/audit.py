@@ -1367,8 +1367,7 @@ def _head_values(fn: Callable[..., Tensor], dtype: torch.dtype, device: str) -> 
     limit = log_prob_tolerance(exact[0], roundoff, unit_roundoff(got.dtype))
     t = int((error / limit).argmax())
     if error[t] <= limit[t]:
-        return _head_gradients(dict(zip(("hidden", "weight"), zip(grads, slopes, strict=True),
-                                        strict=True)), roundoff)  # fmt: skip
+        return _head_gradients(grads, slopes, roundoff)
     return {
         "worst": error[t], "threshold": limit[t], "unit": "nats", "index": f"token {t}",
         "why": f"rounding with u = {roundoff:.1e}, {SIGMAS} sigma",
@@ -1377,11 +1376,11 @@ def _head_values(fn: Callable[..., Tensor], dtype: torch.dtype, device: str) -> 
 
 
 def _head_gradients(
-    pairs: dict[str, tuple[Tensor | None, Tensor]], roundoff: float
+    grads: Sequence[Tensor | None], slopes: Sequence[Tensor], roundoff: float
 ) -> dict[str, Any]:
-    """Compare the gradients of a head, each with its reference; {} if they agree."""
+    """Compare gradients by hidden and weight with float64's; {} if they agree."""
     limit = SIGMAS * roundoff * math.sqrt(17)  # as `split_invariance_check`, for one microbatch
-    for name, (grad, exact) in pairs.items():
+    for name, grad, exact in zip(("hidden", "weight"), grads, slopes, strict=True):
         grad = torch.zeros_like(exact) if grad is None else grad.cpu().double()
         error = ((grad - exact).norm() / exact.norm()).item()
         if not error <= limit:

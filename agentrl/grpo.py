@@ -689,7 +689,7 @@ def _resume(
         raise ValueError(f"{path} is damaged, or no checkpoint of a run: {error!r}") from error
     for key, value in run.items():
         if (had := state.get(key)) != value:
-            if isinstance(had, dict):  # only what differs
+            if isinstance(had, dict) and isinstance(value, dict):  # only what differs
                 names = [name for name in had | value if had.get(name) != value.get(name)]
                 had, value = ({name: d.get(name) for name in names} for d in (had, value))
             raise ValueError(f"{path.name} has {key} = {had}, this run has {value}")
