@@ -79,6 +79,12 @@ def expected_groups_per_kept(p: float, n: int) -> float:
     return 1 / (-math.expm1(n * math.log1p(-q)) - q**n)
 
 
+def _check_rewards(name: str, rewards: Sequence[float]) -> None:
+    for index, reward in enumerate(rewards):
+        if not 0 <= reward <= 1:
+            raise ValueError(f"{name}[{index}] = {reward} is not in [0, 1]")
+
+
 def _inside(rate: Any, low: float, high: float) -> bool:
     """Decide for one task; `rate` is a number in [0, 1], or the rewards of episodes."""
     if isinstance(rate, numbers.Real):
@@ -92,9 +98,7 @@ def _inside(rate: Any, low: float, high: float) -> bool:
         return True
     if min(rewards) == max(rewards) and rewards[0] not in (0.0, 1.0):
         return False  # no variance, whatever the mean
-    for index, reward in enumerate(rewards):
-        if not 0 <= reward <= 1:
-            raise ValueError(f"rewards[{index}] = {reward} is not in [0, 1]")
+    _check_rewards("rewards", rewards)
     return low < sum(map(Fraction, rewards)) / len(rewards) < high  # exact, no rounding
 
 
@@ -159,9 +163,7 @@ def estimate_pass_rate(groups: Sequence[Sequence[float]], how: str = "last") -> 
     for index, rewards in enumerate(groups):
         if not len(rewards):
             raise ValueError(f"groups[{index}] = {rewards} has no rewards")
-        for place, reward in enumerate(rewards):
-            if not 0 <= reward <= 1:
-                raise ValueError(f"groups[{index}][{place}] = {reward} is not in [0, 1]")
+        _check_rewards(f"groups[{index}]", rewards)
     if how == "beta":
         passed = failed = 0.0
         for rewards in groups:

@@ -802,9 +802,10 @@ def step_cost(
         turn_reuse=turn_reuse,
         group_reuse=group_reuse,
     )
-    if context > tokens - policy_tokens / 2:
+    longest = tokens - policy_tokens / 2
+    if context > longest:
         raise ValueError(
-            f"context = {context} exceeds {tokens - policy_tokens / 2:g}: no mean over the last"
+            f"context = {context} exceeds {longest:g}: no mean over the last"
             f" {policy_tokens:g} of {tokens:g} tokens is longer"
         )
     rate = decode_tokens_per_s(
