@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from agentrl.audit import (
         LOGIT_SCALE,
         SIGMAS,
-        AuditError,
-        CheckResult,
         Plant,
         flop_count_check,
         group_filter_check,
@@ -114,6 +112,7 @@ if TYPE_CHECKING:
         selected_log_probs,
         sequence_log_probs,
     )
+    from agentrl.report import AuditError, CheckResult, judge
     from agentrl.rollout import (
         RolloutConfig,
         Trajectory,
@@ -216,6 +215,7 @@ __all__ = [
     "global_token_count",
     "group_filter_check",
     "head_memory_check",
+    "judge",
     "kl_estimate",
     "leak_check",
     "log_prob_tolerance",
@@ -375,8 +375,6 @@ _HOME = {
     "step_cost": "throughput",
     "train_tokens_per_s": "throughput",
     "training_flops": "throughput",
-    "AuditError": "audit",
-    "CheckResult": "audit",
     "LOGIT_SCALE": "audit",
     "Plant": "audit",
     "SIGMAS": "audit",
@@ -390,6 +388,9 @@ _HOME = {
     "split_invariance_check": "audit",
     "step_zero_ratio_check": "audit",
     "unit_roundoff": "audit",
+    "AuditError": "report",
+    "CheckResult": "report",
+    "judge": "report",
 }
 
 

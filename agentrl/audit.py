@@ -10,7 +10,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,14 +36,13 @@ from agentrl.packing import (
     unpack,
 )
 from agentrl.policy import TinyAgent, selected_log_probs
+from agentrl.report import CheckResult, judge
 from agentrl.rollout import Trajectory, check_trajectories, pad_rows
 from agentrl.throughput import ModelShape, training_flops
 
 __all__ = [
     "LOGIT_SCALE",
     "SIGMAS",
-    "AuditError",
-    "CheckResult",
     "Plant",
     "flop_count_check",
     "group_filter_check",
@@ -56,67 +55,6 @@ __all__ = [
     "step_zero_ratio_check",
     "unit_roundoff",
 ]
-
-
-# long: a report and how it prints
-class AuditError(AssertionError):
-    """Raised under `strict=True` by a check that fails; the message is its report."""
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """What a check found. True if it passed; `print` shows the report.
-
-    Attributes:
-        check: its name.
-        passed: the verdict.
-        worst: the number furthest above its limit, in `unit`.
-        index: where.
-        threshold: `worst` may be this large, and `why`.
-        likely: the likely cause, if it failed.
-        trace: numbers of places that were compared, in order, to plot, if the check keeps them.
-    """
-
-    check: str
-    passed: bool
-    worst: float
-    unit: str
-    index: str
-    threshold: float
-    why: str
-    likely: str = ""
-    trace: tuple[float, ...] = field(default=(), repr=False)
-
-    def __bool__(self) -> bool:
-        return self.passed
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.check}: {'passed' if self.passed else 'FAILED'}",
-            f"  worst      {_number(self.worst)} {self.unit} at {self.index}",
-            f"  threshold  {_number(self.threshold)}: {self.why}",
-        ]
-        return "\n".join(lines + [f"  likely     {self.likely}"] * bool(self.likely))
-
-    def __repr__(self) -> str:  # what pytest prints beside a failed assert
-        verdict = "passed" if self.passed else f"FAILED, {self.likely}"
-        return f"<{self.check} {verdict}; {_number(self.worst)} {self.unit} at {self.index}>"
-
-
-def _number(x: float) -> str:
-    return f"{x:,.0f}" if abs(x) < 1e12 and float(x).is_integer() else f"{x:.3g}"
-
-
-def _result(strict: bool, **fields: Any) -> CheckResult:
-    """Judge: a NaN is not at most the threshold, so it fails."""
-    worst, threshold = float(fields.pop("worst")), float(fields.pop("threshold"))
-    passed = worst <= threshold
-    if passed:
-        fields["likely"] = ""
-    result = CheckResult(passed=passed, worst=worst, threshold=threshold, **fields)
-    if strict and not passed:
-        raise AuditError(str(result))
-    return result
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -363,7 +301,7 @@ def leak_check(
         across = (_owner(segment_ids, ids.shape[1] - 1) < 0) & (loss_mask != 0).to(ids.device)
         if across.any():
             row, t = across.nonzero()[0].tolist()
-            return _result(
+            return judge(
                 **name,
                 worst=int(across.sum()),
                 unit="predictions",
@@ -378,7 +316,7 @@ def leak_check(
     broken = {"worst": math.nan, "unit": "nats", "threshold": tolerance}
     why = "weight 0 times another sequence's value is 0, and shapes fix the order of sums"
     if problem:
-        return _result(**name, **broken, index="the output", why=why, likely=problem)
+        return judge(**name, **broken, index="the output", why=why, likely=problem)
     owner = _owner(segment_ids, before.shape[1])
     if not (owner >= 0).any():
         raise ValueError("no prediction stays in its sequence: each has one token")
@@ -386,14 +324,14 @@ def leak_check(
     if (bad := flat.isnan() & (owner >= 0)).any():
         row, t = bad.nonzero()[0].tolist()
         likely = "log_prob_fn returned NaN: a softmax over no entry, or a division by 0"
-        return _result(**name, **broken, index=f"row {row}, entry {t}", why=why, likely=likely)
+        return judge(**name, **broken, index=f"row {row}, entry {t}", why=why, likely=likely)
     again = _moved(_per_entry(log_prob_fn(ids), ids, "")[0], before)[owner >= 0].max().item()
     if again > 0:
         likely = (
             "two calls with the same ids differ: dropout is on, or the kernel is not determined"
         )
         if not again <= tolerance:
-            return _result(
+            return judge(
                 **name, worst=again, unit="nats", threshold=tolerance, index="a second call",
                 why="the same input gives the same output", likely=likely,
             )  # fmt: skip
@@ -419,19 +357,19 @@ def leak_check(
                 )
     found.pop("shapes_vary", None)
     if not found["worst"] <= tolerance:
-        return _result(**name, **found, unit="nats", threshold=tolerance, why=why)
+        return judge(**name, **found, unit="nats", threshold=tolerance, why=why)
     if embeds is not None:
         through = _crossing_gradient(embeds_fn, embeds, segment_ids)
         if not through["worst"] <= tolerance:
-            return _result(**name, **through, unit="of gradient", threshold=tolerance, why=why)
+            return judge(**name, **through, unit="of gradient", threshold=tolerance, why=why)
     if alone_fn is not None:
         apart = _against_alone(alone_fn, *packed)
         if not apart["worst"] <= apart["threshold"]:
-            return _result(**name, **apart)
+            return judge(**name, **apart)
     also = {"loss mask": loss_mask, "alone": alone_fn, "gradients": embeds}
     if asked := ", ".join(k for k, v in also.items() if v is not None):
         found["index"] += f"; also asked: {asked}"
-    return _result(**name, **found, unit="nats", threshold=tolerance, why=why)
+    return judge(**name, **found, unit="nats", threshold=tolerance, why=why)
 
 
 def _parts(segment_ids: Tensor) -> Iterator[tuple[int | None, Tensor]]:
@@ -657,7 +595,7 @@ def split_invariance_check(
     roundoff = max(roundoff, *map(unit_roundoff, types))
 
     def verdict(**fields: Any) -> CheckResult:
-        return _result(strict, check="split_invariance_check", **fields)
+        return judge(strict, check="split_invariance_check", **fields)
 
     def broken(g: Tensor, index: str) -> CheckResult | None:
         bad = int((~g.isfinite()).sum())
@@ -854,7 +792,7 @@ def step_zero_ratio_check(
         raise ValueError("no trajectory has a sampled token: action_mask is 0 everywhere")
 
     def verdict(**fields: Any) -> CheckResult:
-        return _result(strict, check="step_zero_ratio_check", **fields)
+        return judge(strict, check="step_zero_ratio_check", **fields)
 
     chance, index, likely = _sampling_chance(trajs, group_size)
     if likely:
@@ -1087,7 +1025,7 @@ def schedule_check(
     ranks = _ranks(batches, num_ranks)
 
     def verdict(**fields: Any) -> CheckResult:
-        return _result(strict, check="schedule_check", **fields)
+        return judge(strict, check="schedule_check", **fields)
 
     times = Counter(i for rank in ranks for rows in rank for i in rows)
     times.subtract(range(len(sizes)))
@@ -1206,7 +1144,7 @@ def group_filter_check(
 
     def verdict(**fields: Any) -> CheckResult:
         why = "equal rewards are equal: no rounding enters"
-        return _result(
+        return judge(
             strict, **{"check": "group_filter_check", "threshold": 0, "why": why, **fields}
         )
 
@@ -1316,7 +1254,7 @@ def head_memory_check(
         raise ValueError(f"vocab_size = {vocab_size} must exceed 16 d_model = {16 * d_model}")
 
     def verdict(**fields: Any) -> CheckResult:
-        return _result(strict, check="head_memory_check", **fields)
+        return judge(strict, check="head_memory_check", **fields)
 
     if problem := _head_values(fn, dtype, device):
         return verdict(**problem)
@@ -1432,7 +1370,7 @@ def flop_count_check(
             "a product is left out, such as the output head or attention, or a sliding window is "
             "counted, where torch multiplies all pairs"
         )
-    return _result(
+    return judge(
         strict, check="flop_count_check", worst=abs(error), unit="relative",
         index=f"{flops:,.0f} reported, {counted:,} counted", threshold=tolerance,
         why="both count matrix products, 2 per weight and token, three times for forward and "

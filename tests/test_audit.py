@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import agentrl as arl
 from agentrl import audit
+from agentrl.report import judge
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 plants = cache(arl.planted_faults)
@@ -110,9 +111,7 @@ def test_a_check_gives_the_same_result_twice() -> None:
 
 def make(worst: float = 2.0, **fields: Any) -> arl.CheckResult:
     given = {"check": "a_check", "unit": "nats", "index": "row 3", "threshold": 1.0}
-    return audit._result(
-        **{"strict": False, "why": "so", "likely": "this", **given, **fields}, worst=worst
-    )
+    return judge(**{"strict": False, "why": "so", "likely": "this", **given, **fields}, worst=worst)
 
 
 def test_the_report_has_verdict_number_place_limit_and_cause() -> None:

@@ -29,7 +29,8 @@ import nbformat
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "#@save"
-HAND_WRITTEN = {"notebook"}  # modules of agentrl that no chapter generates
+HAND_WRITTEN = {"check", "notebook", "report"}  # modules of agentrl that no chapter generates
+FLAT = "report"  # the one of them whose names are `agentrl`'s as well
 HEADER = "# Generated from {source} by tools/export.py. Do not edit: edit the notebook.\n"
 
 
@@ -152,7 +153,7 @@ def generate(root: Path = ROOT) -> dict[str, str]:
     if problems:
         raise ExportError("\n".join(problems))
     files = {f"{module.slug}.py": _module_text(module) for module in modules}
-    files["__init__.py"] = _init_text(modules, version(root))
+    files["__init__.py"] = _init_text([*modules, *_flat(root)], version(root))
     return files
 
 
@@ -326,6 +327,9 @@ def _docstring(module: Module, notebook: nbformat.NotebookNode) -> str:
 
 def _check_internal_imports(module: Module, by_slug: dict[str, Module]) -> None:
     for node, cell in module.internal:
+        whole = {alias.name for alias in node.names} <= HAND_WRITTEN  # from agentrl import check
+        if isinstance(node, ast.ImportFrom) and node.module == "agentrl" and whole:
+            continue
         if isinstance(node, ast.Import) or node.module == "agentrl":
             module.problem(
                 cell, "a saved cell imports by name from the module: from agentrl.x import y"
@@ -412,6 +416,14 @@ if not TYPE_CHECKING:  # a type checker shall see the names above and no others
         return sorted({{*globals(), *__all__}})
 '''
     return _formatted(text)
+
+
+def _flat(root: Path) -> list[Module]:
+    """Return the hand-written module whose names stand in `agentrl`, where there is one."""
+    path = root / "agentrl" / f"{FLAT}.py"
+    found = re.search(r"^__all__ = (\[.*?\])", _read(path), re.M | re.S)
+    names = dict.fromkeys(ast.literal_eval(found[1]), "") if found else {}
+    return [Module(path, "", FLAT, names=names)] if names else []
 
 
 def _formatted(source: str) -> str:
