@@ -12,6 +12,7 @@ import pytest
 from nbformat.v4 import new_code_cell
 
 from tools.export import ROOT, ExportError, check, export, generate
+from tools.notebooks import canon, read
 
 
 def cases(text: str) -> dict[str, str]:
@@ -277,8 +278,10 @@ def test_a_name_in_scope_is_not_reported(make, source):
 
 
 PROBLEMS = {
-    "mark below the first line": ("x = 1\n#@save", "has to be the first line"),
-    "mark with a space": ("# @save\nx = 1", "has to be the first line"),
+    "mark below the first line": ("x = 1\n#@save", "is the whole first line"),
+    "mark of no target": ("#@save corse\nx = 1", "is the whole first line"),
+    "del": ("#@save\nif True:\n    x = 1\n    del x", "del x, which is saved"),
+    "del in the course": ("#@save course\nx = 1\ndel new, x", "del new, which is saved"),
     "magic": ("#@save\n%time x = 1", "line 2"),
     "unused import": ("#@save\nimport json", "imported but unused"),
     "import beside code": ("#@save\nimport json; A = json", "shares its line"),
@@ -292,23 +295,35 @@ PROBLEMS = {
     "named like a module": ("#@save\nzero = 1", "also the name of a module"),
     "saved again": ("#@save\ndef new(): ...", r"new is saved by cell 2 \(In \[1\]\) too"),
     "runs on import": ("#@save\nimport torch\ntorch.manual_seed(0)", "line 3: would run whenever"),
+    "used from the course": ("#@save\nA = stage", "`stage`: saved for the course, so nothing"),
+    "imported from the course": (
+        "#@save\nfrom agentrl.course.zero import z\nA = z",
+        "takes nothing from the course",
+    ),
+    "private, in the course": ("#@save course\nA = _own", "`_own`: private to agentrl.one"),
+    "gone, in the course": ("#@save course\nA = gone", "`gone`: neither imported nor saved"),
+    "later course": (
+        "#@save course\nfrom agentrl.course.two import t\nA = t",
+        "agentrl.course.two is no earlier chapter",
+    ),
+    "saved for both": ("#@save course\ndef new(): ...", r"new is saved by cell 2 \(In \[1\]\) too"),
     "list of names": ('#@save\n__all__ = ["f"]', "__all__ is saved by the exporter too"),
 }
 
 
 @pytest.mark.parametrize(("source", "reason"), PROBLEMS.values(), ids=PROBLEMS)
 def test_a_problem_is_reported_with_its_cell_and_nothing_is_written(make, tmp_path, source, reason):
-    make("#@save\ndef f(): ...", name="00-zero")
-    make("#@save\ndef g(): ...", name="02-two")
+    make("#@save\ndef f(): ...", "#@save course\nz = 1", name="00-zero")
+    make("#@save\ndef g(): ...", "#@save course\nt = 1", name="02-two")
     export(tmp_path)
-    before = {path: path.read_bytes() for path in (tmp_path / "agentrl").iterdir()}
-    make("#@save\ndef new(): ...", source)
+    before = {path: path.read_bytes() for path in (tmp_path / "agentrl").rglob("*.py")}
+    make("#@save\ndef new(): ...\n_own = 1", source, "#@save course\nstage = 1")
     with pytest.raises(ExportError, match=rf"01-one.ipynb cell 3 \(In \[2\]\): .*{reason}"):
         export(tmp_path)
-    assert {path: path.read_bytes() for path in (tmp_path / "agentrl").iterdir()} == before
+    assert {path: path.read_bytes() for path in (tmp_path / "agentrl").rglob("*.py")} == before
 
 
-@pytest.mark.parametrize("name", ["01-notebook", "01-async", "01-Big", "one"])
+@pytest.mark.parametrize("name", ["01-notebook", "01-course", "01-async", "01-Big", "one"])
 def test_a_slug_is_a_name_that_is_free(make, tmp_path, name):
     make("#@save\ndef f(): ...", name=name)
     with pytest.raises(ExportError, match=f"{name}.ipynb: a chapter is called NN-slug.ipynb"):
@@ -333,10 +348,40 @@ def test_an_earlier_chapter_is_imported_by_name(make, tmp_path):
     make("#@save\ndef f() -> int:\n    return 1\n\n\n_private = 2", name="00-zero")
     imports = "#@save\nfrom agentrl.zero import _private, f"
     make(imports, "#@save\ndef g() -> int:\n    return f() + _private")
-    assert export(tmp_path) == ["__init__.py", "one.py", "zero.py"]
+    assert export(tmp_path) == ["__init__.py", "course/__init__.py", "one.py", "zero.py"]
     assert export(tmp_path) == []
     done = _python("import agentrl as arl; print(arl.g(), arl.__all__)", tmp_path)
     assert done == "3 ['f', 'g']"
+
+
+def test_a_course_cell_goes_apart_with_the_imports_it_takes(make, tmp_path):
+    make("#@save course\ndef base() -> int:\n    return 1", name="00-zero", title="Zero")
+    path = make(
+        "# @save\nimport decimal as d\nfrom os import path, sep\n\nA = (d, path, sep)\n_B = 2",
+        "#@save\ndef f(x: int) -> int:\n    return x + _B",
+        "# @save course\nfrom agentrl.course.zero import base\n\n_C = d.Decimal(1)",
+        "#@save course\ndef stage() -> int:\n    return f(base()) + len(sep) + int(_C)",
+    )
+    assert export(tmp_path)[1:4] == ["course/__init__.py", "course/one.py", "course/zero.py"]
+    text = (tmp_path / "agentrl/course/one.py").read_text()
+    assert text.split("\n\n__all__")[0].splitlines()[1:] == [
+        '"""For the chapter alone: One."""',
+        "",
+        "import decimal as d",
+        "from os import sep",
+        "",
+        "from agentrl.course.zero import base",
+        "from agentrl.one import f",
+    ]
+    assert "stage" not in (tmp_path / "agentrl/one.py").read_text()
+    code = "import agentrl as arl; print(arl.stage(), arl.base.__module__, 'stage' in dir(arl))"
+    assert _python(code, tmp_path) == "5 agentrl.course.zero True"
+    canon(path)  # the mark in its one form
+    assert [cell.source.split("\n")[0] for cell in read(path).cells[1:]] == [
+        *["#@save"] * 2,
+        *["#@save course"] * 2,
+    ]
+    assert check(tmp_path) == []
 
 
 def test_check_finds_differences_both_ways(make, tmp_path):
@@ -362,7 +407,8 @@ def test_check_finds_differences_both_ways(make, tmp_path):
         "agentrl/other.py",
         "agentrl/__init__.py",
     ]
-    assert export(tmp_path) == ["__init__.py", "one.py", "other.py"]
+    (tmp_path / "agentrl/course/one.py").write_text(module.read_text())  # another orphan
+    assert export(tmp_path) == ["__init__.py", "course/one.py", "one.py", "other.py"]
     assert not module.exists()
 
     module.write_text("x = 1\n")  # written by somebody: not ours to remove

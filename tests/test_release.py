@@ -92,8 +92,8 @@ def test_the_wheel_is_the_package_and_nothing_else(built):
     with zipfile.ZipFile(built[1]) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         metadata = archive.read(next(n for n in archive.namelist() if n.endswith("/METADATA")))
-    package = (ROOT / "agentrl").iterdir()
-    assert names == {f"agentrl/{path.name}" for path in package if path.is_file()}
+    package = [*(ROOT / "agentrl").iterdir(), *(ROOT / "agentrl/course").iterdir()]
+    assert names == {str(path.relative_to(ROOT)) for path in package if path.is_file()}
     assert "agentrl/py.typed" in names
     message = email.message_from_bytes(metadata)
     needed = [name for name in message.get_all("Requires-Dist") if "extra ==" not in name]

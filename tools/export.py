@@ -1,16 +1,19 @@
 """Export the `#@save` cells of the chapters into the package `agentrl`.
 
-    python -m tools.export           write agentrl/<slug>.py for each chapter, agentrl/__init__.py
-    python -m tools.export --check   fail where one is not current, with the first difference
+    python -m tools.export           write agentrl/ from the chapters
+    python -m tools.export --check   fail where a file is not current, with the first difference
 
-A code cell whose first line is `#@save` is exported whole; its imports move to the top of the
-module. Nothing is written unless every chapter exports without a problem.
+A code cell whose first line is `#@save` goes whole to `agentrl/<slug>.py`, one that begins with
+`#@save course` to `agentrl/course/<slug>.py`; its imports move to the top of the module. A course
+cell may use what the chapter's other saved cells define or import: the exporter writes the imports
+that this takes. Nothing is written unless every chapter exports without a problem.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import copy
 import io
 import json
 import keyword
@@ -20,6 +23,7 @@ import subprocess
 import sys
 import tokenize
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -28,10 +32,14 @@ from typing import NamedTuple
 import nbformat
 
 ROOT = Path(__file__).resolve().parent.parent
-MARK = "#@save"
+MARK = re.compile(r"\A# ?@save( course)?[ \t]*(?=\n|\Z)")  # the first line of a saved cell
 HAND_WRITTEN = {"check", "notebook", "report"}  # modules of agentrl that no chapter generates
+TAKEN = {*HAND_WRITTEN, "course"}
 FLAT = "report"  # the one of them whose names are `agentrl`'s as well
 HEADER = "# Generated from {source} by tools/export.py. Do not edit: edit the notebook.\n"
+COURSE = HEADER.format(source="chapters/*.ipynb") + (
+    '"""What the chapters run on and no trainer imports."""\n'
+)
 
 
 class ExportError(Exception):
@@ -47,11 +55,12 @@ class Line(NamedTuple):
 
 @dataclass
 class Module:
-    """The saved cells of one chapter."""
+    """What one chapter saves for the package, or for the course alone."""
 
     notebook: Path
     number: str
     slug: str
+    main: Module | None = None  # of a module of the course: the same chapter's for the package
     docstring: str = ""
     imports: list[Line] = field(default_factory=list)
     body: list[Line] = field(default_factory=list)
@@ -61,6 +70,15 @@ class Module:
 
     def problem(self, cell: str, text: str) -> None:
         self.problems.append(f"{self.notebook.name} {cell}: {text}")
+
+    @property
+    def path(self) -> str:
+        """Where the module goes, from `agentrl/`, without `.py`."""
+        return f"course/{self.slug}" if self.main else self.slug
+
+    @property
+    def dotted(self) -> str:
+        return self.path.replace("/", ".")
 
     @property
     def public(self) -> list[str]:
@@ -83,17 +101,15 @@ def export(root: Path = ROOT) -> list[str]:
     wanted = generate(root)
     changed = {name: text for name, text in wanted.items() if text != _read(package / name)}
     orphans = _orphans(package, wanted)
-    foreign = [path for path in orphans if "tools/export.py" not in _read(path)]
+    foreign = [name for name in orphans if "tools/export.py" not in _read(package / name)]
     if foreign:
-        raise ExportError(
-            "\n".join(f"agentrl/{path.name}: no chapter generates it" for path in foreign)
-        )
-    package.mkdir(exist_ok=True)
+        raise ExportError("\n".join(f"agentrl/{name}: no chapter generates it" for name in foreign))
+    (package / "course").mkdir(parents=True, exist_ok=True)
     for name, text in changed.items():
         replace(package / name, text)
-    for path in orphans:
-        path.unlink()
-    return sorted([*changed, *(path.name for path in orphans)])
+    for name in orphans:
+        (package / name).unlink()
+    return sorted([*changed, *orphans])
 
 
 def check(root: Path = ROOT) -> list[str]:
@@ -107,7 +123,7 @@ def check(root: Path = ROOT) -> list[str]:
     """
     package = root / "agentrl"
     wanted = generate(root)
-    report = [f"agentrl/{path.name}: no chapter generates it" for path in _orphans(package, wanted)]
+    report = [f"agentrl/{name}: no chapter generates it" for name in _orphans(package, wanted)]
     for name, text in wanted.items():
         if not (package / name).exists():
             report.append(f"agentrl/{name}: missing")
@@ -129,17 +145,18 @@ def generate(root: Path = ROOT) -> dict[str, str]:
     Raises:
         ExportError: a chapter cannot be exported.
     """
-    modules = [read_module(path) for path in sorted((root / "chapters").glob("*.ipynb"))]
-    by_slug: dict[str, Module] = {}
+    chapters = [read_chapter(path) for path in sorted((root / "chapters").glob("*.ipynb"))]
+    modules = [module for chapter in chapters for module in chapter]
+    by_name: dict[str, Module] = {}
     for module in modules:
-        if (other := by_slug.setdefault(module.slug, module)) is not module:
+        if (other := by_name.setdefault(module.dotted, module)) is not module:
             raise ExportError(f"{module.notebook.name}: {other.notebook.name} has the same slug")
     taken: dict[str, Module] = {}
     for module in modules:
-        _check_internal_imports(module, by_slug)
+        _check_internal_imports(module, by_name)
         for name in module.public:
             cell = module.names[name]
-            if name in by_slug or name in HAND_WRITTEN:
+            if name in by_name or name in TAKEN:
                 module.problem(cell, f"{name} is also the name of a module of agentrl")
             if name in taken:
                 other = taken[name]
@@ -147,13 +164,18 @@ def generate(root: Path = ROOT) -> dict[str, str]:
                     cell, f"{name} is saved by {other.notebook.name} {other.names[name]} too"
                 )
             taken.setdefault(name, module)
-        if not module.problems:  # a syntax error above would only be reported twice
-            _check_names(module)
+    for main, course in chapters:
+        if not main.problems and not course.problems:  # a syntax error would be reported twice
+            _check_names(main, course)
+            if course.names:
+                _check_names(course, main)
     problems = [problem for module in modules for problem in module.problems]
     if problems:
         raise ExportError("\n".join(problems))
-    files = {f"{module.slug}.py": _module_text(module) for module in modules}
-    files["__init__.py"] = _init_text([*modules, *_flat(root)], version(root))
+    written = [module for module in modules if module.names or not module.main]
+    files = {f"{module.path}.py": _module_text(module) for module in written}
+    files["__init__.py"] = _init_text([*written, *_flat(root)], version(root))
+    files["course/__init__.py"] = COURSE
     return files
 
 
@@ -163,20 +185,30 @@ def version(root: Path = ROOT) -> str:
     return tomllib.loads(text).get("project", {}).get("version", "0")
 
 
-def read_module(path: Path) -> Module:
-    """Take the saved cells of a notebook apart; what is wrong with them goes to `problems`."""
+def read_chapter(path: Path) -> tuple[Module, Module]:
+    """Take the saved cells of a notebook apart: those for the package, those for the course.
+
+    What is wrong with a cell goes to the `problems` of its module.
+    """
     match = re.fullmatch(r"(\d+)-([a-z][a-z0-9_]*)", path.stem)
-    if not match or match[2] in HAND_WRITTEN or keyword.iskeyword(match[2]):
+    if not match or match[2] in TAKEN or keyword.iskeyword(match[2]):
         raise ExportError(
             f"{path.name}: a chapter is called NN-slug.ipynb, slug a Python name that is free"
         )
-    module = Module(path, *match.groups())
+    main = Module(path, *match.groups())
+    course = Module(path, *match.groups(), main=main)
+    saved: dict[str, str] = {}
     notebook = read_notebook(path)
-    module.docstring = _docstring(module, notebook)
+    _set_docstrings(main, course, notebook)
     for cell, label in zip(notebook.cells, cell_labels(notebook), strict=True):
-        if cell.cell_type == "code":
-            _read_cell(module, "\n".join(cell.source.splitlines()), label)
-    return module
+        if cell.cell_type != "code":
+            continue
+        source = "\n".join(cell.source.splitlines())
+        if mark := MARK.match(source):
+            _read_cell(course if mark[1] else main, source, label, saved)
+        elif _marks(source):
+            main.problem(label, "#@save or #@save course is the whole first line of its cell")
+    return main, course
 
 
 def read_notebook(path: Path) -> nbformat.NotebookNode:
@@ -198,11 +230,6 @@ def cell_labels(notebook: nbformat.NotebookNode) -> list[str]:
         code += cell.cell_type == "code"
         labels.append(f"cell {place}" + (f" (In [{code}])" if cell.cell_type == "code" else ""))
     return labels
-
-
-def is_saved(source: str) -> bool:
-    """Tell whether the source of a code cell is exported: its first line is `#@save`."""
-    return source.split("\n", 1)[0].strip() == MARK
 
 
 def replace(path: Path, text: str) -> None:
@@ -230,11 +257,8 @@ def ruff(source: str, *command: str, name: str = "agentrl/module.py") -> str:
     return done.stdout.decode()
 
 
-def _read_cell(module: Module, source: str, cell: str) -> None:
-    if not is_saved(source):
-        if _marks(source):
-            module.problem(cell, f"{MARK} has to be the first line of its cell")
-        return
+def _read_cell(module: Module, source: str, cell: str, saved: dict[str, str]) -> None:
+    """Add a cell to its module, and its names to those that the notebook has saved so far."""
     try:
         tree = ast.parse(source)
     except SyntaxError as error:
@@ -270,9 +294,12 @@ def _read_cell(module: Module, source: str, cell: str) -> None:
     if text:
         module.body += [Line(line, cell) for line in [*text.split("\n"), "", ""]]
     for name in _bound_names(tree.body):
-        if module.names.setdefault(name, cell) != cell or name == "__all__":
-            other = "the exporter" if name == "__all__" else module.names[name]
+        module.names[name] = cell
+        other = "the exporter" if name == "__all__" else saved.setdefault(name, cell)
+        if other != cell:
             module.problem(cell, f"{name} is saved by {other} too")
+    for name in sorted(_deleted_names(tree.body) & saved.keys()):
+        module.problem(cell, f"del {name}, which is saved")
 
 
 def _marks(source: str) -> bool:
@@ -282,7 +309,7 @@ def _marks(source: str) -> bool:
     except (tokenize.TokenError, SyntaxError):
         return False
     return any(
-        token.type == tokenize.COMMENT and token.string.replace(" ", "").startswith(MARK)
+        token.type == tokenize.COMMENT and re.match(r"#\s*@save\b", token.string)
         for token in tokens
     )
 
@@ -310,22 +337,34 @@ def _bound_names(statements: list[ast.stmt]) -> list[str]:
     return names
 
 
-def _docstring(module: Module, notebook: nbformat.NotebookNode) -> str:
-    """Make the module docstring from the chapter's title and the first question in its text."""
+def _deleted_names(nodes: Iterable[ast.AST]) -> set[str]:
+    """Collect the names that statements delete outside of functions and classes."""
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Del):
+            names.add(node.id)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names |= _deleted_names(ast.iter_child_nodes(node))
+    return names
+
+
+def _set_docstrings(main: Module, course: Module, notebook: nbformat.NotebookNode) -> None:
+    """Make the docstrings from the chapter's title and the first question in its text."""
     prose = "\n\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     title = re.search(r"^# +(.+)$", prose, re.MULTILINE)
     if not title:
-        module.problem("cell 1", "no title: the first markdown cell begins with '# Title'")
-        return ""
+        main.problem("cell 1", "no title: the first markdown cell begins with '# Title'")
+        return
     question = re.search(r"(?:^|(?<=[.!:*\n]))\s*([A-Z][^.!?#]*\?)", prose[title.end() :])
     parts = [title[1].strip().rstrip(".") + "."]
     if question:
         parts.append(" ".join(question[1].split()))
-    text = "\n\n".join(parts)
-    return text.replace("\\", "\\\\").replace('"""', "'''")
+    parts = [part.replace("\\", "\\\\").replace('"""', "'''") for part in parts]
+    main.docstring = "\n\n".join(parts)
+    course.docstring = f"For the chapter alone: {parts[0]}"
 
 
-def _check_internal_imports(module: Module, by_slug: dict[str, Module]) -> None:
+def _check_internal_imports(module: Module, by_name: dict[str, Module]) -> None:
     for node, cell in module.internal:
         whole = {alias.name for alias in node.names} <= HAND_WRITTEN  # from agentrl import check
         if isinstance(node, ast.ImportFrom) and node.module == "agentrl" and whole:
@@ -338,7 +377,10 @@ def _check_internal_imports(module: Module, by_slug: dict[str, Module]) -> None:
         slug = node.module.removeprefix("agentrl.")
         if slug in HAND_WRITTEN:
             continue
-        source = by_slug.get(slug)
+        if slug.startswith("course") and not module.main:
+            module.problem(cell, "what is saved for the package takes nothing from the course")
+            continue
+        source = by_name.get(slug)
         if source is None or source.number >= module.number:
             module.problem(cell, f"agentrl.{slug} is no earlier chapter")
             continue
@@ -347,12 +389,16 @@ def _check_internal_imports(module: Module, by_slug: dict[str, Module]) -> None:
                 module.problem(cell, f"{source.notebook.name} saves no {alias.name}")
 
 
-def _check_names(module: Module) -> None:
-    """Report names that the saved cells use but neither import nor save, and other such slips."""
+def _check_names(module: Module, other: Module) -> None:
+    """Report names that the saved cells use but neither import nor save, and other such slips.
+
+    What a module of the course takes from its chapter's other saved cells is imported instead.
+    """
     lines = [*module.imports, *module.body]
     source = "\n".join(line.text for line in lines) + "\n"
     found = ruff(source, "check", "--select=F", "--output-format=json", "--exit-zero")
-    seen = set()
+    imported = _imported_names(other) if module.main else {}
+    seen, added = set(), set()
     for item in json.loads(found):
         row = item["location"]["row"] - 1
         if item["code"] == "F811" and row < len(module.imports):
@@ -360,10 +406,35 @@ def _check_names(module: Module) -> None:
         cell = lines[row].cell
         text = item["message"]
         if item["code"] == "F821":
-            text += ": neither imported nor saved in a saved cell"
+            name = text.split("`")[1]
+            if module.main and name in other.names and not name.startswith("_"):
+                added.add(f"from agentrl.{other.slug} import {name}")
+                continue
+            if name in imported:
+                added.add(imported[name])
+                continue
+            if name not in other.names:
+                text += ": neither imported nor saved in a saved cell"
+            elif module.main:
+                text += f": private to agentrl.{other.slug}"
+            else:
+                text += ": saved for the course, so nothing for the package may use it"
         if (cell, text) not in seen:
             seen.add((cell, text))
             module.problem(cell, text)
+    module.imports += [Line(text, "") for text in sorted(added)]
+
+
+def _imported_names(module: Module) -> dict[str, str]:
+    """Map what a module's imports bind to an import of that alone."""
+    found = {}
+    for node in ast.parse("\n".join(line.text for line in module.imports)).body:
+        for alias in getattr(node, "names", ()):
+            name = alias.asname or alias.name.partition(".")[0]
+            alone = copy.copy(node)
+            alone.names = [alias]
+            found[name] = ast.unparse(alone)
+    return found
 
 
 def _module_text(module: Module) -> str:
@@ -382,9 +453,10 @@ def _module_text(module: Module) -> str:
 def _init_text(modules: list[Module], number: str) -> str:
     modules = [module for module in modules if module.public]
     imports = "".join(
-        f"    from agentrl.{module.slug} import {', '.join(module.public)}\n" for module in modules
+        f"    from agentrl.{module.dotted} import {', '.join(module.public)}\n"
+        for module in modules
     )
-    home = {name: module.slug for module in modules for name in module.public}
+    home = {name: module.dotted for module in modules for name in module.public}
     text = HEADER.format(source="chapters/*.ipynb")
     text += f'''"""Scaling and efficiency for agentic reinforcement learning: the saved helpers.
 
@@ -432,9 +504,9 @@ def _formatted(source: str) -> str:
     return ruff(in_order, "format")
 
 
-def _orphans(package: Path, wanted: dict[str, str]) -> list[Path]:
-    known = {*wanted, *(f"{name}.py" for name in HAND_WRITTEN)}
-    return sorted(path for path in package.glob("*.py") if path.name not in known)
+def _orphans(package: Path, wanted: dict[str, str]) -> list[str]:
+    have = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
+    return sorted(have - wanted.keys() - {f"{name}.py" for name in HAND_WRITTEN})
 
 
 def _read(path: Path) -> str:

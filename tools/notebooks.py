@@ -82,9 +82,8 @@ def canonical(notebook: Notebook) -> str:
 def _formatted_sources(notebook: Notebook) -> list[str]:
     """Format the code cells with ruff, which would put a space into `#@save` if it saw it."""
     plain = ["\n".join(cell.source.splitlines()).strip("\n ") for cell in notebook.cells]
-    hidden = f"#:{export.MARK[1:]}"
     cells = [
-        nbformat.v4.new_code_cell(re.sub(rf"^{export.MARK}", hidden, source))
+        nbformat.v4.new_code_cell(export.MARK.sub(r"#:@save\1", source))
         for cell, source in zip(notebook.cells, plain, strict=True)
         if cell.cell_type == "code"
     ]
@@ -95,7 +94,7 @@ def _formatted_sources(notebook: Notebook) -> list[str]:
         return plain  # the preflight names the cell that is no Python
     code = (cell.source for cell in nbformat.reads(text, as_version=4).cells)
     return [
-        re.sub(rf"^{hidden}", export.MARK, next(code)) if cell.cell_type == "code" else source
+        re.sub("^#:@save", "#@save", next(code)) if cell.cell_type == "code" else source
         for cell, source in zip(notebook.cells, plain, strict=True)
     ]
 
