@@ -53,7 +53,6 @@ def _flat_gradient(model: nn.Module) -> Tensor:
     return torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in grads])
 
 
-# long: the docstring
 def _ranks(group: dist.ProcessGroup | None = None) -> int:
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
@@ -92,7 +91,6 @@ def global_token_count(
     return total.to(count.device)
 
 
-# long: the docstring
 def step_normalizer(
     masks: Sequence[Tensor],
     mode: str = "token_mean",
@@ -155,7 +153,6 @@ def _gather(
     return [row.tolist() for row in everyone]
 
 
-# long: three kinds of model, one loop
 def accumulate_gradients(
     model: nn.Module,
     loss_fn: Callable[[Any], Tensor],
@@ -246,7 +243,6 @@ def _toy_batch() -> dict[str, Any]:
     }
 
 
-# long: what one rank does, from top to bottom
 def _compare(kind: str, batch: dict[str, Any], device: torch.device) -> str:
     """Make the batch's gradient on all ranks; return a line that compares it with one process."""
     rank, ranks = dist.get_rank(), _ranks()
@@ -279,7 +275,6 @@ def _compare(kind: str, batch: dict[str, Any], device: torch.device) -> str:
     return line + f"{torch.allclose(total, loss)!s:>8}{torch.allclose(length, clipped)!s:>8}"
 
 
-# long: the script
 @errors.record  # so that torchrun prints the message of the rank that failed first
 def _main(argv: Sequence[str] | None = None) -> None:
     """Compare the gradient that ranks make together with that of one process; under torchrun."""

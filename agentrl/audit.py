@@ -4,7 +4,6 @@
 How do you know it still optimises what you wrote?
 """
 
-# long: imports
 import itertools
 import math
 import warnings
@@ -75,7 +74,6 @@ def _watch(fn: Callable[..., Any], *args: Any) -> tuple[Any, "_Coarsest"]:
     return out, seen
 
 
-# long: the derivation is in the docstring
 SIGMAS = 6  # a normal deviate is larger once in 5e8, any bounded one at most 3 times in 1e8
 LOGIT_SCALE = -math.log(unit_roundoff(torch.float32))  # 16.6 nats
 
@@ -104,7 +102,6 @@ def log_prob_tolerance(
     return SIGMAS * logit_scale * (spread + 2 * out_roundoff)
 
 
-# long: one token, or all of them
 def _judge(
     error: Tensor, limit: Tensor, averaged: bool = True
 ) -> tuple[float, float, int | None, float]:
@@ -127,7 +124,6 @@ def _rounding_why(roundoff: float, token: int | None) -> str:
     return f"rounding with u = {roundoff:.1e}, {kind}"
 
 
-# long: what torch may do to a float32 product
 _PRECISIONS = {"highest": 2.0**-24, "high": 2.0**-11, "medium": 2.0**-8}  # float32, TF32, bf16
 _PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
 _NORMALISERS = {torch.ops.aten._log_softmax.default, torch.ops.aten.logsumexp.default}
@@ -181,7 +177,6 @@ class _Coarsest(TorchDispatchMode):
         return LOGIT_SCALE if self.top is None else max(LOGIT_SCALE, self.top.item())
 
 
-# long: rows in which nothing could leak
 def _check_rows(ids: Tensor, segment_ids: Tensor, keep: Sequence[int]) -> None:
     if ids.ndim != 2 or ids.shape != segment_ids.shape:
         shapes = f"ids {list(ids.shape)} and segment_ids {list(segment_ids.shape)}"
@@ -250,7 +245,6 @@ def _moved(after: Tensor, before: Tensor) -> Tensor:
     return change if change.ndim == 2 else change.amax(-1)
 
 
-# long: the arguments, and four questions in order
 def leak_check(
     log_prob_fn: Callable[[Tensor], Tensor],
     ids: Tensor,
@@ -390,7 +384,6 @@ def _name(segment: int | None) -> str:
     return "other rows" if segment is None else f"segment {segment}"
 
 
-# long: one loop over segments
 def _changed_segments(
     fn: Callable[[Tensor], Tensor],
     ids: Tensor,
@@ -474,7 +467,6 @@ def _crossing_gradient(
     return found
 
 
-# long: one loop over segments
 def _against_alone(
     fn: Callable[[Tensor], Tensor],
     ids: Tensor,
@@ -555,7 +547,6 @@ def _flat(grads: Any) -> Tensor:
     return torch.cat([g.detach().double().cpu().flatten() for g in parts])
 
 
-# long: the arguments, and three questions in order
 def split_invariance_check(
     grad_fn: Callable[[Any, list[list[int]]], Any],
     batch: Any,
@@ -654,7 +645,6 @@ def split_invariance_check(
     )  # fmt: skip
 
 
-# long: the patterns in order
 def _why_split(
     fn: Callable[..., Any],
     batch: Any,
@@ -735,7 +725,6 @@ def _size_alone(
     return scale / max(expected.norm().item(), 1e-300) if adds_up else 0.0
 
 
-# long: three forms of output
 def _per_trajectory(out: Any, trajs: Sequence[Trajectory]) -> tuple[list[Tensor], str]:
     """Return [T - 1] values for each trajectory in float64, and what is wrong with them."""
     if isinstance(out, Tensor):
@@ -755,7 +744,6 @@ def _per_trajectory(out: Any, trajs: Sequence[Trajectory]) -> tuple[list[Tensor]
     return [row.detach().double().cpu() for row in out], ""
 
 
-# long: the arguments, and four questions in order
 def step_zero_ratio_check(
     log_prob_fn: Callable[[Sequence[Trajectory]], Any],
     trajs: Sequence[Trajectory],
@@ -852,7 +840,6 @@ def step_zero_ratio_check(
     )  # fmt: skip
 
 
-# long: the patterns in order
 def _why_ratio(
     fn: Callable[..., Any],
     trajs: Sequence[Trajectory],
@@ -934,7 +921,6 @@ def _agree(pairs: Iterable[tuple[Tensor, Tensor, Tensor]], top: float, mean: flo
     return len(error) > 0 and bool(error.max() <= top and error.mean() <= mean)
 
 
-# long: two questions of chance
 _RARE = -20.0  # log of 1 in 5e8, as `SIGMAS`
 
 
@@ -991,7 +977,6 @@ def _ranks(batches: Any, num_ranks: int) -> list[list[list[int]]]:
     return [[[int(i) for i in rows] for rows in rank] for rank in ranks]
 
 
-# long: the arguments, and five questions in order
 def schedule_check(
     batches: Sequence[Any],
     lengths: Sequence[int] | Tensor,
@@ -1096,7 +1081,6 @@ def _fewest(sizes: list[int], max_tokens: int, num_ranks: int, packed: bool) -> 
     return max(1, -(-len(token_budget_batches(sizes, max_tokens, packed=packed)) // num_ranks))
 
 
-# long: the groups to judge
 def _filter_cases(low: float, high: float) -> list[tuple[list[float], bool]]:
     """Return groups of rewards, and whether each can give a gradient and is inside the bounds."""
     equal = [[k / 10] * n for k in range(11) for n in (2, 3, 4, 5, 7, 8, 16)]
@@ -1110,7 +1094,6 @@ def _filter_cases(low: float, high: float) -> list[tuple[list[float], bool]]:
     return cases
 
 
-# long: the arguments, and three questions in order
 def group_filter_check(
     filter_fn: Callable[..., Sequence[Any]],
     *,
@@ -1185,7 +1168,6 @@ def _why_filter(rewards: list[float], cut: list[bool], keep: bool, wrong: int, c
     return "groups of equal rewards are kept"
 
 
-# long: a sampler that never succeeds
 _PATIENCE = 10_000  # groups
 
 
@@ -1223,7 +1205,6 @@ def _solved(fill_fn: Callable[..., Any]) -> dict[str, Any]:
     return {"worst": 0, "index": f"{index}: stopped after {asked}", "why": why}
 
 
-# long: the arguments are most of it
 def head_memory_check(
     fn: Callable[[Tensor, Tensor, Tensor], Tensor],
     *,
@@ -1277,7 +1258,6 @@ def head_memory_check(
     )  # fmt: skip
 
 
-# long: values against a reference
 def _head_values(fn: Callable[..., Tensor], dtype: torch.dtype, device: str) -> dict[str, Any]:
     """Compare a head and its gradients with float64 on a small case; {} if they agree."""
     draws = torch.Generator().manual_seed(0)
@@ -1330,7 +1310,6 @@ def _head_gradients(
     return {}
 
 
-# long: the arguments are most of it
 def flop_count_check(
     flops: float,
     step_fn: Callable[[], Any],
@@ -1408,7 +1387,6 @@ def _grouped_flops(a: Tensor, b: Tensor, *_: Any, out_val: Tensor, **__: Any) ->
     return 2 * batch * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
-# long: what every plant has
 @dataclass(frozen=True)
 class Plant:
     """A fault in a small trainer, and its repair.
@@ -1426,7 +1404,6 @@ class Plant:
     says: str
 
 
-# long: a model and its episodes
 def _toy_policy(dtype: torch.dtype, seed: int = 0) -> TinyAgent:
     model = TinyAgent(32, d_model=32, max_len=64, dtype=dtype, seed=seed)
     with torch.no_grad():
@@ -1489,7 +1466,6 @@ def _toy_qwen(dtype: torch.dtype) -> nn.Module:
         return Qwen3ForCausalLM(Qwen3Config(vocab_size=32, **sizes, **heads)).to(dtype).eval()
 
 
-# long: five faults of packing, planted
 def _packing_plants(dtype: torch.dtype) -> list[Plant]:
     row, model = _three_rows(dtype), _toy_policy(dtype)
     ids, positions, segments = (row[k] for k in ("ids", "position_ids", "segment_ids"))
@@ -1534,7 +1510,6 @@ def _packing_plants(dtype: torch.dtype) -> list[Plant]:
     ]  # fmt: skip
 
 
-# long: six faults of schedules, planted
 def _exact_fits_only(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Best fit whose search finds rows that are filled exactly, and no others."""
     rows: list[list[int]] = []
@@ -1589,7 +1564,6 @@ def _schedule_plants() -> list[Plant]:
     ]
 
 
-# long: six faults of accumulation, planted
 def _gradient_plants(dtype: torch.dtype) -> list[Plant]:
     model = _toy_policy(dtype)
     trajs = sorted(_toy_episodes(model), key=lambda traj: len(traj.ids))
@@ -1666,7 +1640,6 @@ def _advantages(rewards: Tensor) -> Tensor:
     return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
 
 
-# long: nine faults between sampler and trainer, planted
 def _ratio_plants(dtype: torch.dtype) -> list[Plant]:
     model = _toy_policy(dtype)
     trajs, warm = _toy_episodes(model), _toy_episodes(model, temperature=1.5)
@@ -1762,7 +1735,6 @@ def _flat_episodes(repeated: bool, dtype: torch.dtype) -> list[Trajectory]:
     return [Trajectory(row, mask, logp, 0.0) for row in ids]
 
 
-# long: seven faults of filters, heads and counts, planted
 def _other_plants(dtype: torch.dtype) -> list[Plant]:
     def by_mean(groups: Sequence[Any]) -> list[bool]:
         return [0 < float(sum(g)) / len(g) < 1 for g in groups]

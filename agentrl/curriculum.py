@@ -4,7 +4,6 @@
 Which rollouts never produce a gradient, and can we avoid paying for them?
 """
 
-# long: imports
 import concurrent.futures
 import dataclasses
 import importlib
@@ -102,7 +101,6 @@ def _inside(rate: Any, low: float, high: float) -> bool:
     return low < sum(map(Fraction, rewards)) / len(rewards) < high  # exact, no rounding
 
 
-# long: its arguments are most of it
 def filter_by_pass_rate(
     tasks: Sequence[_T],
     pass_rates: Sequence[Any] | Mapping[str, Any] | Tensor,
@@ -142,7 +140,6 @@ def filter_by_pass_rate(
     return kept
 
 
-# long: three estimates, and the checks of their groups
 ESTIMATES = ("last", "mean3", "beta")
 SAMPLINGS = ("filter", "proportional", "dynamic")
 _MEMORY = 16  # groups remembered per task; in `beta`, the first of them counts 2**-15
@@ -175,7 +172,6 @@ def estimate_pass_rate(groups: Sequence[Sequence[float]], how: str = "last") -> 
     return sum(means[-window:]) / window
 
 
-# long: the checks of a run's options
 @dataclass(frozen=True)
 class _Rule:
     """How a curriculum picks its tasks; the arguments of `train_curriculum`, checked."""
@@ -273,7 +269,6 @@ def fill_groups(
     return kept, sampled, "" if len(kept) == want else short
 
 
-# long: one step's sampling, for each way of choosing
 def _sample(
     model: nn.Module,
     tasks: Sequence[Task],
@@ -306,7 +301,6 @@ def _sample(
     return trajs, trajs, revisits, reason
 
 
-# long: a run, its checkpoint and its resumption belong together
 def train_curriculum(
     model: nn.Module,
     tasks: Sequence[Task],
@@ -390,7 +384,6 @@ def train_curriculum(
     return history
 
 
-# long: a run with its scores
 def run_arm(job: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Train from the base policy on the training tasks, and score on the held-out ones.
 

@@ -48,7 +48,6 @@ __all__ = [
     "zero_advantage_groups",
 ]
 
-# long: the options of a run
 ADVANTAGES = ("mean", "mean_std", "leave_one_out")
 LOSS_AGG_MODES = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant")
 
@@ -123,7 +122,6 @@ class RLConfig(RolloutConfig):
                 )
 
 
-# long: the three variants side by side
 def compute_advantages(batch: dict[str, Tensor], cfg: Any) -> Tensor:
     """Compare each reward with those of its group.
 
@@ -164,7 +162,6 @@ def _groups(rewards: Tensor, size: int) -> Tensor:
     return rewards.view(-1, size)
 
 
-# long: the four modes side by side
 def aggregate_loss(
     values: Tensor, mask: Tensor, mode: str, norm_const: float | Tensor | None = None
 ) -> Tensor:
@@ -222,7 +219,6 @@ def _check_norm_const(norm_const: float | Tensor | None, mask: Tensor) -> None:
         raise ValueError(f"norm_const = {norm_const} must be positive")
 
 
-# long: half of it are docstrings
 def _per_token(advantages: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
     """Spread advantages [B] over tokens [B, T], or take [B, T]; 0 where the mask is."""
     if logp.shape != mask.shape or advantages.shape not in (logp.shape, logp.shape[:1]):
@@ -256,7 +252,6 @@ def reinforce_loss(
     return aggregate_loss(-_per_token(advantages, logp, mask) * logp, mask, mode, norm_const)
 
 
-# long: its arguments are most of it
 def clipped_surrogate_loss(
     logp: Tensor,
     old_logp: Tensor,
@@ -299,7 +294,6 @@ def clipped_surrogate_loss(
     )
 
 
-# long: half of it is the docstring
 def kl_estimate(
     logp: Tensor, ref_logp: Tensor, kind: str = "k3", mask: Tensor | None = None
 ) -> Tensor:
@@ -368,7 +362,6 @@ class Demonstrator:
     struggle: float = 0.2
 
 
-# long: a script is read in one piece
 def _script(
     env: BugFixEnv, who: Demonstrator, replacements: Sequence[str], rng: random.Random
 ) -> Iterator[tuple[str, ...]]:
@@ -460,7 +453,6 @@ def snap_weights(model: nn.Module, grid: float = 2.0**-16) -> None:
         p.copy_((p.double() / grid).round() * grid)
 
 
-# long: a training loop
 def behavior_clone(
     model: nn.Module, demonstrations: Sequence[Trajectory], tok: Tokenizer, lr: float = 3e-3
 ) -> list[float]:
@@ -532,7 +524,6 @@ def _load_weights(path: Path) -> dict[str, Tensor] | None:
         return None
 
 
-# long: train once, keep, check
 def make_rl_base(tok: Tokenizer, *, episodes: int = 16_000, seed: int = 0) -> TinyAgent:
     """Return the policy that RL starts from: a clone of the scripted demonstrator.
 
@@ -607,7 +598,6 @@ def _norm_const(mask: Tensor, cfg: RLConfig) -> float:
     return rows * cfg.max_tokens if cfg.loss_agg_mode == "constant" else rows
 
 
-# long: one update, from trajectories to changed weights
 def rl_update(
     model: nn.Module, optimizer: torch.optim.Optimizer, trajs: Sequence[Trajectory], cfg: RLConfig
 ) -> dict[str, float]:
@@ -670,7 +660,6 @@ def rl_update(
     return {**stats, "zero_advantage": zero.double().mean().item()}
 
 
-# long: each way in which a file may not fit
 def _adam(model: nn.Module, cfg: RLConfig) -> torch.optim.Adam:
     # Adam's default eps would turn rounding into steps where gradients all but vanish.
     return torch.optim.Adam(model.parameters(), lr=cfg.lr, betas=(0.9, 0.95), eps=1e-5)
@@ -712,7 +701,6 @@ def _save(path: Path, parts: tuple[Any, Any, torch.Generator], **rest: Any) -> N
     _write_atomically({**state, "generator": generator.get_state(), **rest}, path)
 
 
-# long: a run, its checkpoint and its resumption belong together
 def train_rl(
     model: nn.Module,
     tasks: Sequence[Task],

@@ -198,7 +198,6 @@ class _Instrument(ast.NodeTransformer):
     visit_List = visit_Tuple = visit_ListComp = visit_Call
 
 
-# long: what is compiled, what it may call, and what happens when it may not
 @functools.lru_cache(maxsize=16_384)
 def _compile(source: str) -> tuple[Callable[..., Any], list[int]] | None:
     """Return the guarded function and its step counter, or None for what is refused."""
@@ -273,7 +272,6 @@ _INPUTS: dict[tuple[str, ...], tuple[tuple[Any, ...], ...]] = {
 }
 
 
-# long: the catalogue is data, one task a line
 _CATALOGUE = """
 -|+|train|sum two|a b|return a {+} b
 -|+|train|sum list|xs|s = 0 ; for x in xs : s = s {+} x ; return s
@@ -356,7 +354,6 @@ _MARKERS = ("<pad>", "<bos>", "<end>")
 _ANSWERS = ("ok", "fail", "done", "error", *(f"t{i}" for i in range(1, 7)))
 
 
-# long: a vocabulary and its two directions
 class Tokenizer:
     """A vocabulary of whole words.
 
@@ -413,7 +410,6 @@ class EnvConfig:
     max_tokens: int = 256
 
 
-# long: one state machine; its parts would only be read together
 class BugFixEnv:
     """One episode of repairing one program, a token at a time.
 

@@ -138,7 +138,6 @@ def _check_head(
     mask: Tensor | None = None,
     temperature: float = 1.0,
 ) -> None:
-    # long: nothing but checks
     for name, value in (("hidden", hidden), ("weight", weight), ("ids", ids)):
         if not isinstance(value, Tensor):
             hint = ", such as lm_head.weight" if name == "weight" else ""
@@ -415,7 +414,6 @@ def _scan_back(
     needs: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients by hidden, in plan.acc, and by weight, in its dtype."""
-    # long: two loops around one tile, whose lines belong together
     buffer = saved.new_empty(plan.rows * plan.cols)
     spare = _spare(hidden, plan)
     unit = (g if q is None else 1.0) / saved[1]
@@ -456,7 +454,6 @@ def _scan_back(
 
 
 class _FusedLogProbs(torch.autograd.Function):
-    # long: forward and backward belong together
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, plan: _Plan, entropy: bool
@@ -528,7 +525,6 @@ def fused_log_probs(
             temperature is not positive.
         TypeError: if a dtype is not of the right kind.
     """
-    # long: the docstring
     _check_head(hidden, weight, ids, mask, temperature)
     rows = _kept(ids, mask, len(weight))
     h, i = _flat(hidden, rows, hidden.shape[-1]), _flat(ids, rows).long()
@@ -602,7 +598,6 @@ def _policy_chunk(
     mean [n, D], if wanted, becomes the mean of the weight's rows under p, the chosen row left out.
     With `kept` the tiles stay in the buffer side by side, else each overwrites the last.
     """
-    # long: one loop, whose lines belong together
     wide, low = factors
     state = _new_state(len(h), buffer)
     tops = buffer.new_empty(-(-tiles[-1].stop // plan.cols), len(h))
@@ -640,7 +635,6 @@ def _policy_pass(
     needs: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Loss, log-probs, gradient by hidden, gradient by weight (in plan.acc or its own dtype)."""
-    # long: one chunk of tokens from its logits to both gradients
     chunks, tiles = _spans(len(hidden), plan.rows, plan), _spans(len(weight), plan.cols, plan)
     logp = hidden.new_zeros(len(hidden), dtype=plan.acc)
     loss = logp.new_zeros(())
@@ -761,7 +755,6 @@ def fused_policy_loss(
             is not positive, a side of the clip is negative, or `kl_coef` lacks `ref_logp`.
         TypeError: if a dtype is not of the right kind.
     """
-    # long: the docstring
     _check_head(hidden, weight, ids, mask, temperature)
     clip = math.inf if clip is None else clip
     clip = clip if isinstance(clip, tuple | list) else (clip, clip)

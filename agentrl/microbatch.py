@@ -90,7 +90,6 @@ def _runs(
     return runs
 
 
-# long: half of it is the docstring
 def token_budget_batches(
     lengths: Sequence[int] | torch.Tensor,
     max_tokens: int,
@@ -239,7 +238,6 @@ def sequence_cost(
     return lambda length: linear * length + quadratic * length * (length + 1)
 
 
-# long: half of it is the docstring
 def rank_imbalance(
     ranks: Sequence[Sequence[Sequence[int]]],
     lengths: Sequence[int] | torch.Tensor,
@@ -363,7 +361,6 @@ def _check_costs(
     return price
 
 
-# long: half of it is the docstring
 def rank_balanced_batches(
     lengths: Sequence[int] | torch.Tensor,
     max_tokens: int,
@@ -436,7 +433,6 @@ TRAJECTORY_QUANTILES: dict[str, tuple[tuple[float, float], ...]] = {
 }  # fmt: skip
 
 
-# long: half of it is the contract
 def draw_lengths(
     quantiles: Sequence[tuple[float, float]], count: int, generator: torch.Generator
 ) -> torch.Tensor:

@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 
-# long: most of it is the contract
 def packing_plan(
     lengths: Sequence[int] | Tensor, max_tokens: int, strategy: str = "bfd"
 ) -> list[list[int]]:
@@ -97,7 +96,6 @@ def _sizes(lengths: Sequence[int] | Tensor, max_tokens: int) -> tuple[Tensor, in
     return sizes, max_tokens
 
 
-# long: the loop and its book-keeping belong together
 def _best_fit(lengths: list[int], counts: list[int], max_tokens: int) -> array:
     """Return the row of each sequence, the longest first; `lengths` are distinct and fall.
 
@@ -141,7 +139,6 @@ def _best_fit(lengths: list[int], counts: list[int], max_tokens: int) -> array:
     return row_of
 
 
-# long: the loop and its book-keeping belong together
 def _first_fit(lengths: list[int], counts: list[int], max_tokens: int) -> array:
     """Return the row of each sequence, the longest first; `lengths` are distinct and fall."""
     row_of = array("q")
@@ -166,7 +163,6 @@ def _first_fit(lengths: list[int], counts: list[int], max_tokens: int) -> array:
     return row_of
 
 
-# long: most of it is the contract
 def packing_bound(lengths: Sequence[int] | Tensor, max_tokens: int) -> int:
     """Return a number of rows below which no plan can go.
 
@@ -203,7 +199,6 @@ def packing_bound(lengths: Sequence[int] | Tensor, max_tokens: int) -> int:
     return max(best, int(counts[2 * sizes > C].sum()))
 
 
-# long: most of it is the contract
 def pack_sequences(trajs: Sequence[Trajectory], max_tokens: int, pad_id: int = 0) -> dict[str, Any]:
     """Put trajectories behind one another in few rows, and keep where each begins.
 
@@ -328,7 +323,6 @@ def segment_attention(
     )
 
 
-# long: it repeats the signature that it answers to
 _FOR_OTHERS = "a transformers model takes transformers_inputs instead"
 _USE_MASK = f"use attention='mask'; {_FOR_OTHERS}"
 
@@ -370,7 +364,6 @@ class _SegmentAttention(TorchFunctionMode):
         return segment_attention(query, key, value, self.lengths, **options)
 
 
-# long: most of it is the contract
 def packed_logits(
     model: nn.Module,
     ids: Tensor,
@@ -441,7 +434,6 @@ def _recomputes(node: Any) -> bool:
     return False
 
 
-# long: most of it is the contract
 def transformers_inputs(
     packed: dict[str, Any], dtype: torch.dtype = torch.float32, *, boundaries: bool = False
 ) -> dict[str, Any]:

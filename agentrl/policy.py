@@ -96,7 +96,6 @@ def _cached_attention(qkv: Tensor, memory: Tensor, new: _NewTokens) -> Tensor:
     return y.transpose(1, 2).flatten(0, 1)[new.cell]
 
 
-# long: a whole block, as it is usually written
 class Block(nn.Module):
     """One pre-norm block, attention and a two-layer network: [B, T, D] -> [B, T, D]."""
 
@@ -140,7 +139,6 @@ def _check_ids(ids: Tensor, size: int, name: str = "ids") -> None:
         raise ValueError(f"{name}{index} = {ids[tuple(index)].item()} is outside 0..{size - 1}")
 
 
-# long: the model; cutting it in two would hide that it is whole
 class TinyAgent(nn.Module):
     """A decoder-only transformer with learned absolute positions.
 

@@ -78,7 +78,6 @@ def _draw(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[list[int
     return token[:, 0].tolist(), logp.gather(-1, token)[:, 0].tolist()
 
 
-# long: one row of the batch
 class _Row:
     """One episode in the making."""
 
@@ -147,7 +146,6 @@ def _next_logits(
     return model(ids, cache=cache, counts=counts)[0, last]
 
 
-# long: the sampler is one loop
 def sample_groups(
     model: nn.Module,
     env_factory: Callable[[Task, Tokenizer], Any],
@@ -283,7 +281,6 @@ def collate(trajs: Sequence[Trajectory], pad_id: int) -> dict[str, Tensor]:
     }
 
 
-# long: its result needs explaining
 def evaluate(
     model: nn.Module,
     tasks: Sequence[Task],

@@ -41,7 +41,6 @@ __all__ = [
 ]
 
 
-# long: one list of what an architecture can vary
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """The shape of a decoder-only transformer: what its parameters, FLOPs and cache follow from.
@@ -247,7 +246,6 @@ def _getter(config: Any, kind: str) -> Any:
     return get
 
 
-# long: one table of the architectures' differences
 def _read_config(config: Any) -> dict[str, Any]:
     kind = _getter(config, "given")("model_type")
     if _getter(config, kind)("text_config", None) is not None:
@@ -550,7 +548,6 @@ def decode_weights(shape: ModelShape, batch: float) -> float:
     return matmul_weights(shape, hit) + _vectors(shape)
 
 
-# long: the formula is seven lines, its arguments and units need the rest
 def decode_tokens_per_s(
     shape: ModelShape,
     gpu: Accelerator,
@@ -618,7 +615,6 @@ def decode_tokens_per_s(
     )
 
 
-# long: what it takes and refuses needs explaining
 def prefill_seconds(
     shape: ModelShape,
     gpu: Accelerator,
@@ -673,7 +669,6 @@ def train_tokens_per_s(
     return Estimate(tokens / (3 * forward), "tokens/s per GPU", **forward.assumptions)
 
 
-# long: its arguments need explaining
 def prefill_tokens(
     tokens: float,
     policy_tokens: float,
@@ -745,7 +740,6 @@ class Cost:
         return "\n".join(lines)
 
 
-# long: every assumption of the step is an argument
 def step_cost(
     shape: ModelShape,
     gpu: Accelerator,
@@ -850,7 +844,6 @@ def run_cost(step: Cost, *, steps: int = 300) -> Cost:
     return Cost(hours, {**step.assumptions, "steps": steps})
 
 
-# long: the two measurements and their units
 def measure_accelerator(
     device: str = "cpu",
     dtypes: Sequence[torch.dtype] = (torch.float32,),

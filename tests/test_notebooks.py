@@ -262,8 +262,8 @@ def findings(path: Path) -> list[str]:
     return preflight(path)
 
 
-def long(lines: int, reason: str = "") -> str:
-    return "\n".join([reason, *(f"x{i} = {i}" for i in range(lines))]).strip()
+def long(lines: int) -> str:
+    return "# as long as that\n\n" + "\n".join(f"x{i} = {i}" for i in range(lines))
 
 
 EXERCISE = "md:```{exercise}\n:label: ex-one\n\nHalve five.\n```"
@@ -273,8 +273,7 @@ CLEAN = {
     "figure": [ran("figure()", shown(image_svg_xml=SVG), **ALT)],
     "tolerance": [ran("print(0.5)", printed("0.5\n"), tags=["rtol=1e-3", "atol=1e-9"])],
     "saved": [ran("#@save\nx = 1")],
-    "25 lines": [ran(long(25))],
-    "26 lines with a reason": [ran(long(26, "# long: one table"))],
+    "16 lines": [ran(long(16))],
     "magic in a string": [ran('x = """\n%time\n!ls\n"""')],
     "glued": [
         ran("record()", recorded("a", "0.7")),
@@ -322,8 +321,7 @@ REFUSED = {
     "cell magic": [ran("%%time\nx"), "no Python"],
     "shell": [ran("!false"), "no Python"],
     "semicolon": [ran("x;"), "ends in ';'"],
-    "26 lines": [ran(long(26)), "26 code lines, more than 25"],
-    "26 lines, no reason": [ran(long(26, "# long:")), "26 code lines, more than 25"],
+    "note to this tool": [ran("x = 1\n    # long: a table"), "fold the cell instead"],
     "wide tolerance": [ran("x", tags=["rtol=0.5"]), "rtol below 0.1"],
     "no tolerance": [ran("x", tags=["rtol=tight"]), "could not convert"],
     "tolerance of everything": [
@@ -416,6 +414,31 @@ def test_the_preflight_refuses(make, case):
     assert len(report) == 1
     assert report[0].startswith("01-one.ipynb")
     assert reason in report[0]
+
+
+SECOND = {
+    "15 lines": [ran(long(15)), ""],
+    "16 lines": [ran(long(16)), "16 lines of code in view, more than 15"],
+    "folded": [ran(long(16), tags=["hide-input"]), ""],
+    "folded with its output": [ran(long(16), tags=["hide-cell"]), ""],
+    "output folded": [ran(long(16), tags=["hide-output"]), "16 lines of code in view"],
+    "the lesson": [ran(long(40), tags=["lesson"]), ""],
+    "formatter": [ran("x = {}  # fmt: skip"), "a note to a tool, '# fmt:'"],
+    "linter": [ran("def f():  # noqa: E731\n    pass"), "a note to a tool, '# noqa'"],
+    "type checker": [ran("x = y  # type: ignore[arg-type]"), "'# type: ignore'"],
+}
+
+
+@pytest.mark.parametrize(("cell", "reason"), SECOND.values(), ids=SECOND)
+def test_the_second_edition_is_held_to_more(make, capsys, cell, reason):
+    path = make(cell)
+    assert findings(path) == []
+    assert main(["check", str(path)]) == 0
+    assert ("note to a tool: 1 cells, [1]\n" in capsys.readouterr().out) == bool(reason)
+    title = nbformat.v4.new_markdown_cell("# One", metadata={"tags": ["second-edition"]})
+    report = findings(make(title, cell, title=""))
+    assert len(report) == bool(reason)
+    assert all(reason in line for line in report)
 
 
 def test_the_preflight_refuses_other_forms_and_missing_titles(make):

@@ -40,8 +40,12 @@ METADATA = {
 }
 CELL_METADATA = ("mystnb", "tags")
 # and rtol=, atol=; `wrap` is for the style sheet: it breaks the lines of an output that is prose
-TAGS = {"parameters", "hide-input", "hide-output", "hide-cell", "wrap"}
-MAX_CODE_LINES = 25
+# `lesson`: a training loop, a model or a reference head that is the lesson, so shown at any length
+TAGS = {"parameters", "hide-input", "hide-output", "hide-cell", "wrap", "lesson"}
+FOLDED = {"hide-input", "hide-cell", "lesson"}
+SHOWN_LINES = 15  # of code, at most, in a cell that is not folded
+SECOND_EDITION = "second-edition"  # a tag of the title cell: what is only reported elsewhere fails
+PRAGMA = re.compile(r"#\s*(?:noqa|(?:fmt|isort|mypy|pylint|ruff):|pragma\b|type:\s*ignore)")
 
 
 # The canonical form
@@ -329,6 +333,8 @@ def preflight(path: Path) -> list[str]:
             found = ["a raw cell shows nothing"]
         report += [f"{path.name} {label}: {reason}" for reason in found]
     report += [f"{path.name}: {reason}" for reason in _notebook_faults(notebook, recorded)]
+    if any(SECOND_EDITION in cell.metadata.get("tags", []) for cell in notebook.cells[:1]):
+        report += [f"{path.name} {label}: {fault}" for label, fault in house_faults(notebook)]
     if text != canonical(notebook):
         report.append(f"{path.name}: not in canonical form: run `tools.notebooks canon` on it")
     return report
@@ -348,6 +354,19 @@ def _notebook_faults(notebook: Notebook, recorded: Counter[str]) -> Iterator[str
             yield f"an exercise without a :label:, {match[0].strip()!r}"
         elif label[1] not in solved:
             yield f"exercise {label[1]} has no solution"
+
+
+def house_faults(notebook: Notebook) -> Iterator[tuple[str, str]]:
+    """Find what a chapter of the second edition may not have: long cells in view, lint pragmas."""
+    for cell, label in zip(notebook.cells, cell_labels(notebook), strict=True):
+        if cell.cell_type != "code":
+            continue
+        lines = [line.strip() for line in cell.source.splitlines()]
+        count = sum(bool(line) and not line.startswith("#") for line in lines)
+        if count > SHOWN_LINES and not FOLDED & {*cell.metadata.get("tags", [])}:
+            yield label, f"{count} lines of code in view, more than {SHOWN_LINES}: fold it"
+        for pragma in PRAGMA.findall(cell.source):
+            yield label, f"a note to a tool, {pragma!r}"
 
 
 def _code_faults(cell: Notebook) -> Iterator[str]:
@@ -372,10 +391,8 @@ def _code_faults(cell: Notebook) -> Iterator[str]:
         yield str(error)
     for marker in nbval.plugin.find_comment_markers(source):
         yield f"a comment changes what is compared: {marker[0]}"
-    lines = [line.strip() for line in source.splitlines()]
-    code = [line for line in lines if line and not line.startswith("#")]
-    if len(code) > MAX_CODE_LINES and not any(re.match(r"# long: \w", line) for line in lines):
-        yield f"{len(code)} code lines, more than {MAX_CODE_LINES}, and no '# long: reason'"
+    if re.search(r"^\s*# long:", source, re.MULTILINE):
+        yield "a note to a tool, '# long:': fold the cell instead (hide-input)"
 
 
 def _output_faults(cell: Notebook) -> Iterator[str]:
@@ -500,8 +517,15 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{path}: {'written' if canon(path) else 'canonical'}")
         return 0
     if options.command == "check":
-        report = [line for path in options.files or [*chapters, *pages] for line in preflight(path)]
+        paths = options.files or [*chapters, *pages]
+        report = [line for path in paths for line in preflight(path)]
         print("\n".join(report or ["preflight: nothing to refuse"]))
+        for path in [] if report else paths:
+            if places := dict(house_faults(read(path))):
+                cells = " ".join(re.findall(r"In (\[\d+\])", " ".join(places)))
+                print(
+                    f"{path.name}: long in view, or a note to a tool: {len(places)} cells, {cells}"
+                )
         return bool(report)
     number = options.chapter.zfill(2) if options.chapter.isdigit() else options.chapter
     chosen = [path for path in chapters if path.name.startswith(number)]
