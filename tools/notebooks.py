@@ -523,9 +523,7 @@ def main(arguments: list[str] | None = None) -> int:
         for path in [] if report else paths:
             if places := dict(house_faults(read(path))):
                 cells = " ".join(re.findall(r"In (\[\d+\])", " ".join(places)))
-                print(
-                    f"{path.name}: long in view, or a note to a tool: {len(places)} cells, {cells}"
-                )
+                print(f"{path.name}: too long in view or pragma: {len(places)} cells, {cells}")
         return bool(report)
     number = options.chapter.zfill(2) if options.chapter.isdigit() else options.chapter
     chosen = [path for path in chapters if path.name.startswith(number)]
