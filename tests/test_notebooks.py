@@ -12,7 +12,8 @@ from benchmarks import common
 from tools import notebooks
 from tools.export import ROOT
 from tools.nbcompare import GLUE, differences, tolerances
-from tools.notebooks import canon, main, preflight, read
+from tools.notebooks import canon, main, read
+from tools.preflight import preflight
 
 CHAPTERS = [*sorted((ROOT / "chapters").glob("*.ipynb")), *sorted((ROOT / "book").glob("*.ipynb"))]
 SVG = '<svg width="1" id="agentrl"></svg>'

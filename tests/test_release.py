@@ -24,7 +24,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from tools import export, frontmatter, notebooks
+from tools import export, frontmatter, notebooks, preflight
 from tools.export import ROOT
 
 CHAPTERS = sorted((ROOT / "chapters").glob("*.ipynb"))
@@ -301,7 +301,7 @@ def test_a_reference_that_nobody_cites_is_found():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_front_matter_types_no_measured_number(page):
-    assert list(notebooks._prose_faults(page.read_text(encoding="utf-8"))) == []
+    assert list(preflight.prose_faults(page.read_text(encoding="utf-8"))) == []
 
 
 def test_the_landing_page_has_a_line_for_each_chapter():
