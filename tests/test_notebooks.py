@@ -218,12 +218,13 @@ def test_a_run_whose_process_is_killed_names_the_chapter(project, tmp_path, caps
 
 
 def test_a_chapter_without_the_parameter_does_not_run(project, capsys):
-    cell = new_code_cell("STEPS = 1", metadata={"tags": ["parameters"]})
+    cell = new_code_cell("STEPS: int = 1", metadata={"tags": ["parameters"]})
     paths = [project("x = 1"), project(cell, "print(STEPS)", name="02-two")]
     before = paths[0].read_bytes()
     assert notebooks.run(paths, {"STEPS": 2}) == 0
     out = capsys.readouterr().out
     assert "02-two.ipynb with STEPS = 2" in out and "01-one" not in out
+    assert "computed   2" in out
     assert paths[0].read_bytes() == before
 
 
@@ -280,6 +281,7 @@ CLEAN = {
         ran("record()", recorded("a", "0.7")),
         "md:It is {glue:text}`a`, or {glue:text}`a:.1f`.",
     ],
+    "parameters": [ran('A = "0,1"\nB: list[int] = [2, -1]', tags=["parameters"])],
     "recorded, not quoted": [ran("record()", recorded("a", "0.7"))],
     "exercise": [EXERCISE, SOLUTION],
     "code span": ["md:At `0.5` and `12 GB`, as in `x * 2.0`."],
@@ -405,6 +407,17 @@ REFUSED = {
     "work": ["md:It costs 5 TFLOPs.", "'5 TFLOPs' is typed"],
     "thousands": ["md:A context of 12k tokens.", "'12k tokens' is typed"],
     "raw": [nbformat.v4.new_raw_cell("x"), "raw cell"],
+    "parameters in pairs": [
+        ran("A, B = 1, 2", tags=["parameters"]),
+        "line 1 of the parameters: not NAME = literal",
+    ],
+    "parameter without a value": [ran("A = 1\nB: int", tags=["parameters"]), "line 2 of the"],
+    "computed parameter": [ran("A = 2 * n", tags=["parameters"]), "line 1 of the parameters"],
+    "parameters twice": [
+        ran("A = 1", tags=["parameters"]),
+        ran("B = 1", tags=["parameters"]),
+        "2 cells of parameters",
+    ],
 }
 
 

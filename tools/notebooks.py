@@ -173,13 +173,20 @@ def _parameters(notebook: Notebook) -> dict[str, Any]:
     for cell in notebook.cells:
         if "parameters" in cell.metadata.get("tags", []):
             for node in ast.parse(cell.source).body:
-                match node:
-                    case (
-                        ast.Assign(targets=[ast.Name(name)], value=value)
-                        | ast.AnnAssign(target=ast.Name(name), value=ast.expr() as value)
-                    ):
-                        found[name] = _literal(ast.unparse(value))
+                if pair := parameter(node):
+                    found[pair[0]] = _literal(pair[1])
     return found
+
+
+def parameter(statement: ast.stmt) -> tuple[str, str] | None:
+    """Read the name and the value of `NAME = value` or `NAME: type = value`."""
+    match statement:
+        case (
+            ast.Assign(targets=[ast.Name(name)], value=value)
+            | ast.AnnAssign(target=ast.Name(name), value=ast.expr() as value)
+        ):
+            return name, ast.unparse(value)
+    return None
 
 
 def _literal(text: str) -> Any:

@@ -15,7 +15,7 @@ import nbval.plugin
 
 from tools import export, nbcompare
 from tools.export import cell_labels
-from tools.notebooks import Notebook, canonical, read
+from tools.notebooks import Notebook, canonical, parameter, read
 
 # `lesson`: a training loop, a model or a reference head that is the lesson, so shown at any length
 TAGS = {"parameters", "hide-input", "hide-output", "hide-cell", "wrap", "lesson"}
@@ -98,6 +98,9 @@ def _notebook_faults(notebook: Notebook, recorded: Counter[str]) -> Iterator[str
     prose = "\n\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     if not notebook.cells or not notebook.cells[0].source.startswith("# "):
         yield "does not begin with a markdown cell '# Title'"
+    tagged = sum("parameters" in cell.metadata.get("tags", []) for cell in notebook.cells)
+    if tagged > 1:
+        yield f"{tagged} cells of parameters, and a run sets those of the first alone"
     for name, count in recorded.items():
         if count > 1:
             yield f"records {name!r} {count} times"
@@ -127,13 +130,16 @@ def _code_faults(cell: Notebook) -> Iterator[str]:
     source = cell.source
     if cell.execution_count is None:
         yield "not executed, so nothing compares it"
+    tree = ast.Module([], [])
     try:
-        ast.parse(source)
+        tree = ast.parse(source)
     except SyntaxError as error:
         yield f"line {error.lineno} is no Python; magics (%) and shell escapes (!) can fail unseen"
     if source.rstrip().endswith(";"):
         yield "ends in ';', which hides its result"
     tags = cell.metadata.get("tags", [])
+    if "parameters" in tags:
+        yield from _parameter_faults(tree)
     for tag in tags:
         if tag not in TAGS and not nbcompare.TOLERANCE.fullmatch(tag):
             yield f"tag {tag!r} is none of {', '.join(sorted(TAGS))}, rtol=, atol="
@@ -147,6 +153,15 @@ def _code_faults(cell: Notebook) -> Iterator[str]:
         yield f"a comment changes what is compared: {marker[0]}"
     if re.search(r"^\s*# long:", source, re.MULTILINE):
         yield "a note to a tool, '# long:': fold the cell instead (hide-input)"
+
+
+def _parameter_faults(tree: ast.Module) -> Iterator[str]:
+    """Find what `make run` could not set."""
+    for node in tree.body:
+        try:
+            ast.literal_eval((parameter(node) or ("", "?"))[1])
+        except (SyntaxError, ValueError):
+            yield f"line {node.lineno} of the parameters: not NAME = literal, so no run can set it"
 
 
 def _output_faults(cell: Notebook) -> Iterator[str]:
