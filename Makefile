@@ -5,9 +5,8 @@ BIN := .venv/bin
 HTML := _build/html
 export OMP_NUM_THREADS ?= 1
 
-# What the tests of the helpers need, and the tests that are about the book instead
+# What the tests of the helpers need
 HELPERS := ^(hypothesis|nbformat|nbval|pytest|ruff)=
-BOOK_TESTS := $(foreach name,benchmarks book browser export notebooks release,tests/test_$(name).py)
 
 .PHONY: book test test-helpers run bench export pdf dist serve clean
 
@@ -46,7 +45,7 @@ test-helpers: ENV := $(shell mktemp -du /tmp/agentrl-XXXX)
 test-helpers:  ## test the package with other versions than the pinned ones
 	$(PYTHON) -m venv $(ENV)
 	$(ENV)/bin/pip install $(VERSIONS) . transformers $$(grep -E '$(HELPERS)' requirements.txt)
-	$(ENV)/bin/python -m pytest -o addopts= $(filter-out $(BOOK_TESTS),$(wildcard tests/test_*.py))
+	$(ENV)/bin/python -m pytest -o addopts= tests/package
 	rm -r $(ENV)
 
 serve: book  ## show the book at http://localhost:8000
