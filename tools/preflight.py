@@ -6,15 +6,20 @@
 from __future__ import annotations
 
 import ast
+import functools
+import itertools
 import re
+import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import nbval.plugin
 
 from tools import export, nbcompare
-from tools.export import cell_labels
+from tools.export import ROOT, cell_labels
 from tools.notebooks import Notebook, canonical, parameter, read
 
 # `lesson`: a training loop, a model or a reference head that is the lesson, so shown at any length
@@ -33,6 +38,9 @@ NUMBER_CLAIMS = re.compile(
     r"|tokens?(?:/s)?|[MGTP]?FLOPs?(?:/s)?)(?!\w))"
 )
 PATH = re.compile(r"(?<![\w.:/<])/(?:[\w.@+-]+/)+[\w.@+-]+|\b[A-Z]:\\\w")
+INSTALL = re.compile(
+    r"(?<![\w-])(?:pip3?|uv|conda|mamba|apt|apt-get)(?: +(?:-\S+|pip))* +install\b"
+)
 ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}")
 OPAQUE = {
     "bibliography",
@@ -141,18 +149,63 @@ def _code_faults(cell: Notebook) -> Iterator[str]:
     if "parameters" in tags:
         yield from _parameter_faults(tree)
     for tag in tags:
-        if tag not in TAGS and not nbcompare.TOLERANCE.fullmatch(tag):
-            yield f"tag {tag!r} is none of {', '.join(sorted(TAGS))}, rtol=, atol="
+        if tag not in TAGS and not re.match("(rtol|atol|needs)=", tag):
+            yield f"tag {tag!r} is none of {', '.join(sorted(TAGS))}, rtol=, atol=, needs="
     try:
         atol = nbcompare.tolerances(tags)["atol"]
         if atol > nbcompare.largest(cell.get("outputs", [])) / 2:
             yield f"atol={atol:g} is more than half of the largest number, so nothing is compared"
     except ValueError as error:
         yield str(error)
+    needs = {tag.removeprefix("needs=") for tag in tags if tag.startswith("needs=")}
+    for module in sorted(imported(tree) - _available(ROOT) - needs):
+        yield f"imports {module}, which no requirement names; a peer has a tag needs={module}"
+    if any(INSTALL.search(text) for text in _texts(tree)) or "ensurepip" in imported(tree):
+        yield "installs a package: name it in requirements.txt instead"
     for marker in nbval.plugin.find_comment_markers(source):
         yield f"a comment changes what is compared: {marker[0]}"
     if re.search(r"^\s*# long:", source, re.MULTILINE):
         yield "a note to a tool, '# long:': fold the cell instead (hide-input)"
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Collect the top-level modules that a tree imports, at any depth, by name or by a literal."""
+    found = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                found |= {alias.name for alias in names}
+            case ast.ImportFrom(module=module, level=level):
+                found.add("." * level + (module or ""))
+            case ast.Call(args=[ast.Constant(value=str(name)), *_]):
+                if re.search(r"\b(import_module|__import__)$", ast.unparse(node.func)):
+                    found.add(name)
+    return {name.partition(".")[0] or name for name in found}
+
+
+@functools.cache
+def _available(root: Path) -> set[str]:
+    """Collect what a cell may import: the standard library, the package and the requirements."""
+    project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]
+    lines = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    lines += (root / "requirements.txt").read_text("utf-8").splitlines()
+    declared = {_plain(name[0]) for line in lines if (name := re.match(r"[\w.-]+", line))}
+    known = metadata.packages_distributions().items()
+    modules = {module for module, names in known if {*map(_plain, names)} & declared}
+    same = {name.replace("-", "_") for name in declared}  # also where it is not installed
+    return {*sys.stdlib_module_names, "agentrl", *modules, *same}
+
+
+def _plain(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def _texts(tree: ast.AST) -> Iterator[str]:
+    """Go through the strings of a tree, and those that stand together as a command's words do."""
+    for node in ast.walk(tree):
+        words = getattr(node, "elts", getattr(node, "args", [node]))
+        if isinstance(words, list):
+            yield " ".join(str(getattr(word, "value", "")) for word in words)
 
 
 def _parameter_faults(tree: ast.Module) -> Iterator[str]:

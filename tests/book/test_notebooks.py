@@ -281,6 +281,9 @@ CLEAN = {
         ran("record()", recorded("a", "0.7")),
         "md:It is {glue:text}`a`, or {glue:text}`a:.1f`.",
     ],
+    "imports": [ran("import os, torch.nn\nfrom PIL import Image\nfrom agentrl.gym import x")],
+    "need": [ran("def f():\n    import verl.utils\n\n    import trl", tags=["needs=verl"])],
+    "words": [ran("print('pip can install it', ['a', 'pip'], ['install'])")],
     "parameters": [ran('A = "0,1"\nB: list[int] = [2, -1]', tags=["parameters"])],
     "recorded, not quoted": [ran("record()", recorded("a", "0.7"))],
     "exercise": [EXERCISE, SOLUTION],
@@ -407,6 +410,33 @@ REFUSED = {
     "work": ["md:It costs 5 TFLOPs.", "'5 TFLOPs' is typed"],
     "thousands": ["md:A context of 12k tokens.", "'12k tokens' is typed"],
     "raw": [nbformat.v4.new_raw_cell("x"), "raw cell"],
+    **{
+        source: [ran(source), f"imports {name}, which no requirement names"]
+        for source, name in {
+            "import einops": "einops",
+            "def f():\n    from liger_kernel.ops import x": "liger_kernel",
+            "import math, Bio.Seq as b": "Bio",
+            "if x:\n    importlib.import_module('vllm.core')": "vllm",
+            "__import__('sglang')": "sglang",
+            "from . import common": ".",
+            "import pip": "pip",
+        }.items()
+    },
+    "another need": [ran("import verl", tags=["needs=trl"]), "a peer has a tag needs=verl"],
+    **{
+        source: [ran(source), "installs a package"]
+        for source in (
+            "subprocess.run([sys.executable, '-m', 'pip', 'install', 'x'], check=True)",
+            "command = 'pip', '-q', 'install', 'x'",
+            "os.system('pip3 install x')",
+            "os.popen(f'{sys.executable} -m pip --no-input install {name}')",
+            "get_ipython().run_line_magic('pip', 'install x')",
+            "get_ipython().system('uv pip install x')",
+            "import ensurepip",
+        )
+    },
+    "pip by magic": [ran("%pip install x"), "no Python"],
+    "pip by shell": [ran("!pip install x"), "no Python"],
     "parameters in pairs": [
         ran("A, B = 1, 2", tags=["parameters"]),
         "line 1 of the parameters: not NAME = literal",
