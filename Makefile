@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 # What the tests of the helpers need
 HELPERS := ^(hypothesis|nbformat|nbval|pytest|ruff)=
 
-.PHONY: book test test-helpers run bench export pdf dist serve clean
+.PHONY: book test test-helpers run bench export size pdf dist serve clean
 
 book: .venv/stamp  ## build the HTML from the committed outputs
 	$(BIN)/jupyter-book build . -W -n --keep-going || { rm -rf _build/.doctrees; exit 1; }
@@ -31,6 +31,9 @@ bench: .venv/stamp  ## measure the helpers beside their peers, for the page of r
 
 export: .venv/stamp  ## write agentrl/ from the chapters
 	$(BIN)/python -m tools.export
+
+size: .venv/stamp  ## count lines, public names and long cells beside their targets
+	$(BIN)/python -m tools.size
 
 pdf: book  ## print the book to _build/agentrl.pdf
 	$(BIN)/python -m tools.pdf

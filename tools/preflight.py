@@ -123,15 +123,22 @@ def _notebook_faults(notebook: Notebook, recorded: Counter[str]) -> Iterator[str
 
 def house_faults(notebook: Notebook) -> Iterator[tuple[str, str]]:
     """Find what a chapter of the second edition may not have: long cells in view, lint pragmas."""
+    for label, count in long_cells(notebook).items():
+        yield label, f"{count} lines of code in view, more than {SHOWN_LINES}: fold it"
     for cell, label in zip(notebook.cells, cell_labels(notebook), strict=True):
-        if cell.cell_type != "code":
-            continue
-        lines = [line.strip() for line in cell.source.splitlines()]
-        count = sum(bool(line) and not line.startswith("#") for line in lines)
-        if count > SHOWN_LINES and not FOLDED & {*cell.metadata.get("tags", [])}:
-            yield label, f"{count} lines of code in view, more than {SHOWN_LINES}: fold it"
-        for pragma in PRAGMA.findall(cell.source):
-            yield label, f"a note to a tool, {pragma!r}"
+        if cell.cell_type == "code":
+            for pragma in PRAGMA.findall(cell.source):
+                yield label, f"a note to a tool, {pragma!r}"
+
+
+def long_cells(notebook: Notebook) -> dict[str, int]:
+    """Map the label of each code cell that is too long to be shown to its lines of code."""
+    found = {}
+    for cell, label in zip(notebook.cells, cell_labels(notebook), strict=True):
+        if cell.cell_type == "code" and not FOLDED & {*cell.metadata.get("tags", [])}:
+            lines = [line.strip() for line in cell.source.splitlines()]
+            found[label] = sum(bool(line) and not line.startswith("#") for line in lines)
+    return {label: count for label, count in found.items() if count > SHOWN_LINES}
 
 
 def _code_faults(cell: Notebook) -> Iterator[str]:
