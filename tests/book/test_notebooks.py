@@ -8,7 +8,6 @@ import pytest
 from nbformat.v4 import new_code_cell, new_output
 
 from agentrl.notebook import COLORS, progress, record
-from benchmarks import common
 from tools import notebooks
 from tools.export import ROOT
 from tools.nbcompare import GLUE, differences, tolerances
@@ -141,56 +140,25 @@ def test_a_run_refreshes_the_committed_notebook_and_a_second_changes_nothing(pro
     assert "computed   [2]" in out
 
 
-def test_a_run_keeps_the_time_of_a_chapter_by_machine(project, tmp_path):
-    path = project(new_code_cell('DEVICE = "cpu"', metadata={"tags": ["parameters"]}))
-    assert notebooks.run([path], {}) == 0
-    [file] = (tmp_path / "benchmarks/results").rglob("chapters.json")
-    assert file.parent.name == common.slug(common.machine())
-
-    def times() -> dict[str, float]:
-        kept = json.loads(file.read_text())["chapters"]
-        return {name: entry["seconds"] for name, entry in kept.items()}
-
-    assert list(times()) == ["01-one cpu"]
-    notebooks._keep_time("01-one", 100.0, "cpu")
-    notebooks._keep_time("01-one", 120.0, "cpu")  # about the same
-    assert times()["01-one cpu"] == 100.0
-    notebooks._keep_time("01-one", 10.0, "cpu")
-    notebooks._keep_time("01-one", 20.0, "cuda")
-    assert times() == {"01-one cpu": 10.0, "01-one cuda": 20.0}
-
-
-def test_pages_run_after_the_chapters_and_leave_no_time(project, tmp_path, monkeypatch):
+def test_a_run_takes_the_chapters_and_pages_that_are_asked_for(project, tmp_path, monkeypatch):
     chapter = project("x = 1")
-    (tmp_path / "book").mkdir()
     page = tmp_path / "book" / "results.ipynb"
-    page.write_bytes(project("y = 2", name="02-two").read_bytes())
-    (tmp_path / "chapters" / "02-two.ipynb").unlink()
+    page.parent.mkdir()
+    page.write_bytes(chapter.read_bytes())
     ran: list[Path] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(notebooks, "run", lambda paths, parameters: ran.extend(paths) or 0)
-        patch.setattr(notebooks.export, "main", lambda _: 0)
-        assert main(["run"]) == 0
-        assert main(["run", "--chapter", "01"]) == 0
-        assert main(["run", "--chapter", "01", "-p", "DEVICE", "cuda"]) == 0
-        assert main(["run", "--chapter", "01", "-p", "SEEDS", "1"]) == 0  # it notes no time
-        assert main(["run", "--chapter", "results"]) == 0
-    assert ran == [*[chapter, page] * 3, chapter, page]
-    assert notebooks.run([page], {}) == 0
-    assert preflight(page) == []
-    assert not list((tmp_path / "benchmarks").rglob("*.json"))
+    monkeypatch.setattr(notebooks, "run", lambda paths, parameters: ran.extend(paths) or 0)
+    monkeypatch.setattr(notebooks.export, "main", lambda _: 0)
+    for arguments in ([], ["--chapter", "1"], ["--chapter", "01-one"], ["--chapter", "results"]):
+        assert main(["run", *arguments]) == 0
+    assert ran == [chapter, page, chapter, chapter, page]
 
 
-def test_after_a_failure_only_the_pages_run(project, tmp_path, monkeypatch):
-    paths = [project("1 / 0"), project("x = 1", name="02-two"), tmp_path / "book" / "results.ipynb"]
-    paths[2].parent.mkdir()
-    paths[2].write_bytes(paths[1].read_bytes())
+def test_a_failure_ends_the_run(project, monkeypatch):
+    paths = [project("1 / 0"), project("x = 1", name="02-two")]
     ran: list[Path] = []
-    monkeypatch.setattr(
-        notebooks, "_run_one", lambda path, _: ran.append(path) or path is not paths[0]
-    )
+    monkeypatch.setattr(notebooks, "_run_one", lambda path, _: ran.append(path))
     assert notebooks.run(paths, {}) == 1
-    assert ran == [paths[0], paths[2]]
+    assert ran == paths[:1]
 
 
 def test_a_text_parameter_stays_text():
@@ -234,16 +202,6 @@ def test_no_chapter_runs_with_a_package_that_could_not_be_exported(project, monk
     before = path.read_bytes()
     assert main(["run"]) == 1
     assert path.read_bytes() == before
-
-
-def test_a_chapter_is_chosen_by_its_number(project, monkeypatch):
-    ran = []
-    monkeypatch.setattr(notebooks.export, "main", lambda _: 0)
-    monkeypatch.setattr(notebooks, "run", lambda paths, _: ran.append([p.name for p in paths]) or 0)
-    project("x = 1")
-    project("x = 1", name="10-ten")
-    assert main(["run", "--chapter", "1"]) == 0
-    assert ran == [["01-one.ipynb"]]
 
 
 def test_an_unknown_parameter_or_chapter_is_refused(project, capsys):
