@@ -195,7 +195,8 @@ def _available(root: Path) -> set[str]:
     """Collect what a cell may import: the standard library, the package and the requirements."""
     project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]
     lines = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
-    lines += (root / "requirements.txt").read_text("utf-8").splitlines()
+    for name in ("requirements-book.txt", "requirements.txt"):
+        lines += (root / name).read_text("utf-8").splitlines()
     declared = {_plain(name[0]) for line in lines if (name := re.match(r"[\w.-]+", line))}
     known = metadata.packages_distributions().items()
     modules = {module for module, names in known if {*map(_plain, names)} & declared}
