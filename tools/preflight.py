@@ -98,7 +98,7 @@ def show(paths: list[Path]) -> int:
     for path in [] if report else paths:
         if places := dict(house_faults(read(path))):
             cells = " ".join(re.findall(r"In (\[\d+\])", " ".join(places)))
-            print(f"{path.name}: too long in view or pragma: {len(places)} cells, {cells}")
+            print(f"{path.name}: {len(places)} cells too long to show, or with a pragma: {cells}")
     return int(bool(report))
 
 
