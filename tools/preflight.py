@@ -31,7 +31,7 @@ PRAGMA = re.compile(r"#\s*(?:noqa|(?:fmt|isort|mypy|pylint|ruff):|pragma\b|type:
 NUMBER_CLAIMS = re.compile(
     r"(?<![\w.])(?:\d[\d,]*\.\d+(?:e[-+]?\d+)?|\d+e[-+]?\d+"  # 0.74, 1.5e-6, 1e-6
     r"|\d[\d,]*\s?(?:%|per ?cent\b)"
-    r"|factors? of \d[\d,]*\b"
+    r"|factors? of \d(?:[\d,]*\d)?"
     r"|\d[\d,]*[\s-]?(?:×|(?:x|times|fold)\b)(?!\s*\d)"  # but not 8 x 8
     r"|\d[\d,]*[\s-]?(?:[kKMGTP]i?B(?:/s)?|bytes?|[mµun]?s|(?:milli|micro|nano)?seconds?|minutes?"
     r"|hours?|days?|GPU-hours?|nats?|percentage points?|k tokens"

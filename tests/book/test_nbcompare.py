@@ -1,10 +1,18 @@
 """The comparison of outputs."""
 
+import os
+import re
+import subprocess
+import sys
+
+import pytest
 from cells import SVG, printed, ran, recorded, shown
 from nbformat.v4 import new_output
 
 from tools.export import ROOT
 from tools.nbcompare import differences, tolerances
+
+FLAGS = ["--nbval", "--nbval-current-env", "-p", "tools.nbcompare", "-p", "no:cacheprovider"]
 
 
 def test_numbers_are_compared_within_the_declared_tolerance_and_all_else_exactly():
@@ -64,8 +72,7 @@ def test_pytest_compares_each_output(pytester, monkeypatch, make, tmp_path):
         ran(far, loss, **tag),
     )
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    flags = ["--nbval", "--nbval-current-env", "-p", "tools.nbcompare", "-p", "no:cacheprovider"]
-    result = pytester.runpytest_subprocess(*flags, "-n", "2", "--dist", "loadscope", "-rA", path)
+    result = pytester.runpytest_subprocess(*FLAGS, "-n", "2", "--dist", "loadscope", "-rA", path)
     result.assert_outcomes(passed=6, failed=11)
     failed = {
         line.split("Cell ")[1].split()[0]
@@ -76,3 +83,42 @@ def test_pytest_compares_each_output(pytester, monkeypatch, make, tmp_path):
     result.stdout.fnmatch_lines(
         ["*stdout, line 1 differs:", "    committed  13", "    computed   12"]
     )
+
+
+def test_a_cell_that_needs_an_absent_package_is_skipped_aloud_or_required(
+    pytester, monkeypatch, make
+):
+    path = make(ran("import no_such", tags=["needs=no_such"]), ran("print(1)", printed("1\n")))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("AGENTRL_REQUIRE_PEERS", raising=False)
+    result = pytester.runpytest_subprocess(*FLAGS, "-rs", path)
+    result.assert_outcomes(passed=1, skipped=1)
+    result.stdout.fnmatch_lines(["*needs no_such, not installed: make peers*"])
+    monkeypatch.setenv("AGENTRL_REQUIRE_PEERS", "1")
+    pytester.runpytest_subprocess(*FLAGS, path).assert_outcomes(passed=1, failed=1)
+
+
+NOISE = """import torch
+
+x = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0))
+print((x @ x.T).double().sum().item().hex())"""
+
+
+def test_a_digit_of_rounding_noise_fails_under_the_foreign_kernels(pytester, monkeypatch, make):
+    """What `make test` runs again under other kernels would notice it."""
+    foreign = re.search(r"^FOREIGN := (.*)$", (ROOT / "Makefile").read_text("utf-8"), re.M)[1]
+    settings = dict(pair.split("=") for pair in foreign.split())
+
+    def digits(**more: str) -> str:
+        command = [sys.executable, "-c", NOISE]
+        env = os.environ | more
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+
+    if digits() == digits(**settings):
+        pytest.skip("this processor computes as the foreign kernels do")
+    path = make(ran(NOISE, printed(digits())))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    pytester.runpytest_subprocess(*FLAGS, path).assert_outcomes(passed=1)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    pytester.runpytest_subprocess(*FLAGS, path).assert_outcomes(failed=1)

@@ -185,3 +185,14 @@ def test_an_unknown_parameter_or_chapter_is_refused(project, capsys):
     out = capsys.readouterr().out
     assert "No parameter is called SEEDZ in 01-one.ipynb" in out
     assert "No chapter begins with '99'" in out
+
+
+def test_a_run_leaves_out_what_needs_an_absent_package(make, monkeypatch, capsys):
+    path = make(ran("import no_such", printed("as it was\n"), tags=["needs=no_such"]), ran("1 + 1"))
+    monkeypatch.setattr(notebooks, "ROOT", path.parent.parent)
+    canon(path)
+    assert notebooks.run([path], {}) == 0
+    assert "cell 2 (In [1]) is left out: it needs no_such (make peers)" in capsys.readouterr().out
+    _, kept, ran_again = read(path).cells
+    assert (kept.source, kept.outputs[0].text) == ("import no_such", "as it was\n")
+    assert ran_again.outputs[0].data["text/plain"] == "2"

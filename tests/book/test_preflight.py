@@ -40,9 +40,7 @@ CLEAN = {
         "md:It is {glue:text}`a`, or {glue:text}`a:.1f`.",
     ],
     "imports": [ran("import os, torch.nn\nfrom PIL import Image\nfrom agentrl.gym import x")],
-    "need": [
-        ran("def f():\n    import verl.utils, trl", tags=["needs=trl", "needs=verl"]),
-    ],
+    "need": [ran("import verl.utils, trl", tags=["needs=trl", "needs=verl"])],
     "words": [ran("print('pip can install it', ['a', 'pip'], ['install'])")],
     "parameters": [ran('A = "0,1"\nB: list[int] = [2, -1]', tags=["parameters"])],
     "recorded, not quoted": [ran("record()", recorded("a", "0.7"))],
