@@ -24,6 +24,8 @@ if TYPE_CHECKING:
         step_zero_ratio_check,
         unit_roundoff,
     )
+    from agentrl.course.packing import prefix_tree_tokens
+    from agentrl.course.rollout import behavior_stats
     from agentrl.curriculum import (
         ESTIMATES,
         SAMPLINGS,
@@ -97,7 +99,6 @@ if TYPE_CHECKING:
         packed_logits,
         packing_bound,
         packing_plan,
-        prefix_tree_tokens,
         segment_attention,
         segment_cumsum,
         spread,
@@ -116,7 +117,6 @@ if TYPE_CHECKING:
     from agentrl.rollout import (
         RolloutConfig,
         Trajectory,
-        behavior_stats,
         check_trajectories,
         collate,
         evaluate,
@@ -295,12 +295,12 @@ _HOME = {
     "sequence_log_probs": "policy",
     "RolloutConfig": "rollout",
     "Trajectory": "rollout",
-    "behavior_stats": "rollout",
     "check_trajectories": "rollout",
     "collate": "rollout",
     "evaluate": "rollout",
     "pad_rows": "rollout",
     "sample_groups": "rollout",
+    "behavior_stats": "course.rollout",
     "ADVANTAGES": "grpo",
     "Demonstrator": "grpo",
     "LOSS_AGG_MODES": "grpo",
@@ -325,12 +325,12 @@ _HOME = {
     "packed_logits": "packing",
     "packing_bound": "packing",
     "packing_plan": "packing",
-    "prefix_tree_tokens": "packing",
     "segment_attention": "packing",
     "segment_cumsum": "packing",
     "spread": "packing",
     "transformers_inputs": "packing",
     "unpack": "packing",
+    "prefix_tree_tokens": "course.packing",
     "TRAJECTORY_QUANTILES": "microbatch",
     "draw_lengths": "microbatch",
     "padded_tokens": "microbatch",

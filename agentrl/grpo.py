@@ -21,9 +21,10 @@ import torch
 from filelock import FileLock
 from torch import Tensor, nn
 
+from agentrl.check import widened as _widened
 from agentrl.gym import BugFixEnv, Task, Tokenizer, make_env, make_tasks, run_tests, source_of
 from agentrl.notebook import progress
-from agentrl.policy import TinyAgent, _widened, selected_log_probs
+from agentrl.policy import TinyAgent, selected_log_probs
 from agentrl.rollout import RolloutConfig, Trajectory, collate, sample_groups
 
 __all__ = [
