@@ -34,13 +34,22 @@ TOPICS = (
 )
 THREADS = {"rollout": 1}  # a step of a small model is too short to be shared
 VENV = ROOT / "_build" / "bench-venv"
-REQUIREMENTS = ROOT / "benchmarks" / "requirements.txt"
+REQUIREMENTS = ("requirements-peers.txt", "benchmarks/requirements.txt")
+
+
+def requirements() -> str:
+    """Return what the environment needs, a line each: torch, transformers, the peers."""
+    tested = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    lines = [line for line in tested if line.startswith(("torch==", "transformers=="))]
+    return "\n".join(
+        [*lines, *((ROOT / name).read_text(encoding="utf-8") for name in REQUIREMENTS)]
+    )
 
 
 def make_environment() -> Path:
     """Install the peers line by line; keep the reason where one fails. Returns the interpreter."""
     python, stamp = VENV / "bin" / "python", VENV / "installed.txt"
-    wanted = REQUIREMENTS.read_text(encoding="utf-8")
+    wanted = requirements()
     if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
         return python
     if not python.with_name("pip").exists():  # a half-made one is completed

@@ -293,7 +293,7 @@ def _read_cell(module: Module, source: str, cell: str, saved: dict[str, str]) ->
     text = "\n".join(kept).strip("\n")
     if text:
         module.body += [Line(line, cell) for line in [*text.split("\n"), "", ""]]
-    for name in _bound_names(tree.body):
+    for name in bound_names(tree.body):
         module.names[name] = cell
         other = "the exporter" if name == "__all__" else saved.setdefault(name, cell)
         if other != cell:
@@ -314,7 +314,7 @@ def _marks(source: str) -> bool:
     )
 
 
-def _bound_names(statements: list[ast.stmt]) -> list[str]:
+def bound_names(statements: list[ast.stmt]) -> list[str]:
     """List the names that statements define at the top level of a module, imports left out."""
     names: list[str] = []
     for node in statements:
@@ -333,8 +333,14 @@ def _bound_names(statements: list[ast.stmt]) -> list[str]:
                 branches = [node.body, getattr(node, "orelse", []), getattr(node, "finalbody", [])]
                 branches += [handler.body for handler in getattr(node, "handlers", [])]
                 for branch in branches:
-                    names += _bound_names(branch)
+                    names += bound_names(branch)
     return names
+
+
+def listed_names(source: str) -> list[str]:
+    """Read the `__all__` of a module's source, without importing it."""
+    found = re.search(r"^__all__ = (\[.*?\])", source, re.M | re.S)
+    return ast.literal_eval(found[1]) if found else []
 
 
 def _deleted_names(nodes: Iterable[ast.AST]) -> set[str]:
@@ -493,8 +499,7 @@ if not TYPE_CHECKING:  # a type checker shall see the names above and no others
 def _flat(root: Path) -> list[Module]:
     """Return the hand-written module whose names stand in `agentrl`, where there is one."""
     path = root / "agentrl" / f"{FLAT}.py"
-    found = re.search(r"^__all__ = (\[.*?\])", _read(path), re.M | re.S)
-    names = dict.fromkeys(ast.literal_eval(found[1]), "") if found else {}
+    names = dict.fromkeys(listed_names(_read(path)), "")
     return [Module(path, "", FLAT, names=names)] if names else []
 
 

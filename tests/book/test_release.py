@@ -2,7 +2,6 @@
 
 import ast
 import email
-import importlib
 import itertools
 import json
 import os
@@ -24,7 +23,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from tools import export, frontmatter, notebooks
+from tools import export, preflight
 from tools.export import ROOT
 
 CHAPTERS = sorted((ROOT / "chapters").glob("*.ipynb"))
@@ -103,8 +102,9 @@ def test_the_wheel_is_the_package_and_nothing_else(built):
 
 
 def test_the_ranges_accept_what_is_tested():
-    """requirements.txt pins all that pyproject.toml asks for, within the range."""
-    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    """The requirements pin all that pyproject.toml asks for, within the range."""
+    files = ("requirements-book.txt", "requirements.txt")
+    lines = [line for name in files for line in (ROOT / name).read_text("utf-8").splitlines()]
     pins = dict(line.split("#")[0].strip().split("==") for line in lines if "==" in line)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     asked = [project["dependencies"], *project["optional-dependencies"].values()]
@@ -301,7 +301,7 @@ def test_a_reference_that_nobody_cites_is_found():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_front_matter_types_no_measured_number(page):
-    assert list(notebooks._prose_faults(page.read_text(encoding="utf-8"))) == []
+    assert list(preflight.prose_faults(page.read_text(encoding="utf-8"))) == []
 
 
 def test_the_landing_page_has_a_line_for_each_chapter():
@@ -317,115 +317,3 @@ def test_every_page_is_in_the_table_of_contents():
     listed = [entry["file"] for part in contents["parts"] for entry in part["chapters"]]
     pages = {path.relative_to(ROOT).with_suffix("").as_posix() for path in PAGES}
     assert pages <= {*listed, contents["root"]}
-
-
-BOOK = """
-title: agentrl
-only_build_toc_files: true
-execute: {execute_notebooks: "off"}
-sphinx:
-  local_extensions: {frontmatter: TOOLS}
-  recursive_update: true
-"""
-
-
-@pytest.fixture
-def book(tmp_path):
-    """Build a book of the given pages as the project does; returns the second or only one."""
-    config = BOOK.replace("TOOLS", str(ROOT / "tools"))
-    (tmp_path / "_config.yml").write_text(config)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-
-    def build(page: str, *others: str) -> str:
-        toc = {"format": "jb-book", "root": page}
-        toc |= {"chapters": [{"file": name} for name in others]} if others else {}
-        (tmp_path / "_toc.yml").write_text(yaml.safe_dump(toc))
-        command = [Path(sys.executable).with_name("jupyter-book"), "build", ".", "-W", "-n"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        page = others[0] if others else page
-        return (tmp_path / f"_build/html/{page}.html").read_text(encoding="utf-8")
-
-    return build
-
-
-def test_the_api_page_describes_every_public_name(book, tmp_path):
-    for folder in ("agentrl", "chapters"):
-        (tmp_path / folder).symlink_to(ROOT / folder)
-    (tmp_path / "api.md").write_text("# The package\n\n```{agentrl-api}\n```\n")
-    page = book("api")
-    parts = re.split(r'id="agentrl\.([\w.]+)">', page)
-    entries = dict(zip(parts[1::2], parts[2::2], strict=True))
-    for path in CHAPTERS:
-        module = path.stem.partition("-")[2]
-        source = (ROOT / f"agentrl/{module}.py").read_text(encoding="utf-8")
-        listed = dict(frontmatter.public_definitions(source))
-        public = importlib.import_module(f"agentrl.{module}").__all__
-        assert {name.partition(".")[0] for name in listed} == {*public}
-        for name, node in listed.items():
-            entry = entries[name]
-            assert f'href="chapters/{path.stem}.html#' in entry, name
-            if isinstance(node, ast.ClassDef | ast.FunctionDef):
-                about = ast.get_docstring(node)
-                assert about, f"{name} has no docstring"
-                assert re.search(r"[\w ]+", about)[0] in entry, name
-    assert "sig-paren" not in entries["ModelShape.layers"]  # a property
-    assert "sig-paren" in entries["ModelShape.kv_bytes"]
-    assert "classmethod" in entries["ModelShape.from_config"]
-
-
-def test_a_quoted_number_follows_its_chapter(book, make, tmp_path):
-    quote = "{glue:text}`chapters/01-one.ipynb::share:s`"
-    (tmp_path / "root.md").write_text("# Root\n")  # which Sphinx always writes again
-    (tmp_path / "page.md").write_text("# Page\n\n{version}`Version`, share " + quote + ".\n")
-    for value in ("0.25", "0.75"):
-        cell = nbformat.v4.new_code_cell("record(share=...)", execution_count=1)
-        data = {"application/papermill.record/text/plain": repr(value)}
-        metadata = {"scrapbook": {"mime_prefix": "application/papermill.record/", "name": "share"}}
-        cell.outputs = [nbformat.v4.new_output("display_data", data, metadata=metadata)]
-        path = make(cell)
-        path.write_text(notebooks.canonical(notebooks.read(path)))
-        page = re.sub("<.*?>", "", book("root", "page", "chapters/01-one"))
-        assert f"Version {export.version()}, share {value}." in page
-
-
-SAMPLE = '''
-@dataclass(frozen=True, kw_only=True)
-class Pair:
-    """Two numbers."""
-
-    first: int
-    second: list[int] = field(default_factory=list)
-
-    def total(self, *more: float, scale: float = 1.0, **rest) -> float:
-        """Add up.
-
-        Args:
-            more, rest: further numbers, `scale`
-                times.
-
-        Returns:
-            The sum [B]: a number.
-
-        A closing remark.
-        """
-
-    def _hidden(self): ...
-
-
-def plain(a, /, b: int = 2, *, c="x") -> None: ...
-'''
-
-
-def test_signatures_and_docstrings_are_read_as_written():
-    pair, plain = ast.parse(SAMPLE).body
-    fields = ["*", "first: int", "second: list[int] = field(default_factory=list)"]
-    assert frontmatter.signature_of(pair) == (fields, "")
-    total = pair.body[3]
-    parameters = ["*more: float", "scale: float = 1.0", "**rest"]
-    assert frontmatter.signature_of(total) == (parameters, "float")
-    assert frontmatter.signature_of(plain) == (["a", "/", "b: int = 2", "*", "c='x'"], "")
-    text, parts = frontmatter.read_docstring(ast.get_docstring(total))
-    assert text == "Add up.\n\n\nA closing remark."
-    assert parts["Args"] == [("`more`, `rest`", "further numbers, `scale`\ntimes.")]
-    assert parts["Returns"] == "The sum [B]: a number."

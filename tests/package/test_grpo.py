@@ -46,7 +46,7 @@ from agentrl.gym import ACTIONS, BugFixEnv, build_tokenizer, make_env, make_task
 from agentrl.policy import TinyAgent
 from agentrl.rollout import Trajectory, collate, evaluate, sample_groups
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TASKS = make_tasks()
 TRAIN = make_tasks("train")
 TOK = build_tokenizer(TASKS)
@@ -1084,7 +1084,7 @@ def test_a_checkpoint_in_another_dtype_is_refused(parity: None, tmp_path: Path) 
 # The runner imports once and forks: what is killed is a process of its own each time.
 KILLED = """
 import json, os, random, signal, sys, time
-sys.path.insert(0, "tests")
+sys.path.insert(0, "tests/package")
 import torch
 torch.set_num_threads(1)
 import test_grpo as t

@@ -600,7 +600,7 @@ if __name__ == "__main__":
 def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "run.py"
     script.write_text(RUN)
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     parent = subprocess.Popen([sys.executable, script], env={**os.environ, "PYTHONPATH": str(root)})
     try:
         listed = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")

@@ -12,7 +12,8 @@ from benchmarks import common
 from tools import notebooks
 from tools.export import ROOT
 from tools.nbcompare import GLUE, differences, tolerances
-from tools.notebooks import canon, main, preflight, read
+from tools.notebooks import canon, main, read
+from tools.preflight import preflight
 
 CHAPTERS = [*sorted((ROOT / "chapters").glob("*.ipynb")), *sorted((ROOT / "book").glob("*.ipynb"))]
 SVG = '<svg width="1" id="agentrl"></svg>'
@@ -217,12 +218,13 @@ def test_a_run_whose_process_is_killed_names_the_chapter(project, tmp_path, caps
 
 
 def test_a_chapter_without_the_parameter_does_not_run(project, capsys):
-    cell = new_code_cell("STEPS = 1", metadata={"tags": ["parameters"]})
+    cell = new_code_cell("STEPS: int = 1", metadata={"tags": ["parameters"]})
     paths = [project("x = 1"), project(cell, "print(STEPS)", name="02-two")]
     before = paths[0].read_bytes()
     assert notebooks.run(paths, {"STEPS": 2}) == 0
     out = capsys.readouterr().out
     assert "02-two.ipynb with STEPS = 2" in out and "01-one" not in out
+    assert "computed   2" in out
     assert paths[0].read_bytes() == before
 
 
@@ -279,6 +281,12 @@ CLEAN = {
         ran("record()", recorded("a", "0.7")),
         "md:It is {glue:text}`a`, or {glue:text}`a:.1f`.",
     ],
+    "imports": [ran("import os, torch.nn\nfrom PIL import Image\nfrom agentrl.gym import x")],
+    "need": [
+        ran("def f():\n    import verl.utils, trl", tags=["needs=trl", "needs=verl"]),
+    ],
+    "words": [ran("print('pip can install it', ['a', 'pip'], ['install'])")],
+    "parameters": [ran('A = "0,1"\nB: list[int] = [2, -1]', tags=["parameters"])],
     "recorded, not quoted": [ran("record()", recorded("a", "0.7"))],
     "exercise": [EXERCISE, SOLUTION],
     "code span": ["md:At `0.5` and `12 GB`, as in `x * 2.0`."],
@@ -404,6 +412,44 @@ REFUSED = {
     "work": ["md:It costs 5 TFLOPs.", "'5 TFLOPs' is typed"],
     "thousands": ["md:A context of 12k tokens.", "'12k tokens' is typed"],
     "raw": [nbformat.v4.new_raw_cell("x"), "raw cell"],
+    **{
+        source: [ran(source), f"imports {name}, which no requirement names"]
+        for source, name in {
+            "import einops": "einops",
+            "def f():\n    from liger_kernel.ops import x": "liger_kernel",
+            "import math, Bio.Seq as b": "Bio",
+            "if x:\n    importlib.import_module('vllm.core')": "vllm",
+            "__import__('sglang')": "sglang",
+            "from . import common": ".",
+            "import pip": "pip",
+        }.items()
+    },
+    "another need": [ran("import verl", tags=["needs=trl"]), "a peer has a tag needs=verl"],
+    **{
+        source: [ran(source), "installs a package"]
+        for source in (
+            "subprocess.run([sys.executable, '-m', 'pip', 'install', 'x'], check=True)",
+            "command = 'pip', '-q', 'install', 'x'",
+            "os.system('pip3 install x')",
+            "os.popen(f'{sys.executable} -m pip --no-input install {name}')",
+            "get_ipython().run_line_magic('pip', 'install x')",
+            "get_ipython().system('uv pip install x')",
+            "import ensurepip",
+        )
+    },
+    "pip by magic": [ran("%pip install x"), "no Python"],
+    "pip by shell": [ran("!pip install x"), "no Python"],
+    "parameters in pairs": [
+        ran("A, B = 1, 2", tags=["parameters"]),
+        "line 1 of the parameters: not NAME = literal",
+    ],
+    "parameter without a value": [ran("A = 1\nB: int", tags=["parameters"]), "line 2 of the"],
+    "computed parameter": [ran("A = 2 * n", tags=["parameters"]), "line 1 of the parameters"],
+    "parameters twice": [
+        ran("A = 1", tags=["parameters"]),
+        ran("B = 1", tags=["parameters"]),
+        "2 cells of parameters",
+    ],
 }
 
 
