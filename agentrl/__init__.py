@@ -32,6 +32,8 @@ if TYPE_CHECKING:
         demonstrate,
         make_rl_base,
     )
+    from agentrl.course.packing import prefix_tree_tokens
+    from agentrl.course.rollout import behavior_stats
     from agentrl.curriculum import (
         draw_weighted,
         estimate_pass_rate,
@@ -99,7 +101,6 @@ if TYPE_CHECKING:
         packed_logits,
         packing_bound,
         packing_plan,
-        prefix_tree_tokens,
         segment_attention,
         segment_cumsum,
         spread,
@@ -118,7 +119,6 @@ if TYPE_CHECKING:
     from agentrl.rollout import (
         RolloutConfig,
         Trajectory,
-        behavior_stats,
         check_trajectories,
         collate,
         evaluate,
@@ -297,12 +297,12 @@ _HOME = {
     "sequence_log_probs": "policy",
     "RolloutConfig": "rollout",
     "Trajectory": "rollout",
-    "behavior_stats": "rollout",
     "check_trajectories": "rollout",
     "collate": "rollout",
     "evaluate": "rollout",
     "pad_rows": "rollout",
     "sample_groups": "rollout",
+    "behavior_stats": "course.rollout",
     "ADVANTAGES": "grpo",
     "LOSS_AGG_MODES": "grpo",
     "RLConfig": "grpo",
@@ -331,12 +331,12 @@ _HOME = {
     "packed_logits": "packing",
     "packing_bound": "packing",
     "packing_plan": "packing",
-    "prefix_tree_tokens": "packing",
     "segment_attention": "packing",
     "segment_cumsum": "packing",
     "spread": "packing",
     "transformers_inputs": "packing",
     "unpack": "packing",
+    "prefix_tree_tokens": "course.packing",
     "TRAJECTORY_QUANTILES": "microbatch",
     "draw_lengths": "microbatch",
     "padded_tokens": "microbatch",
