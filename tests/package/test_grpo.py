@@ -1,15 +1,14 @@
 """Group RL: advantages, averages, one update, the base policy's cache, and a run that is killed."""
 
 import copy
-import functools
 import json
 import math
 import os
 import pickle
-import random
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -20,8 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from agentrl import grpo
-from agentrl.course import grpo as course
-from agentrl.course.grpo import behavior_clone, book_config, demonstrate, make_rl_base
+from agentrl.course.grpo import book_config, make_rl_base
 from agentrl.grpo import (
     ADVANTAGES,
     LOSS_AGG_MODES,
@@ -135,19 +133,12 @@ def test_rewards_of_every_kind(make):
 
 
 def average_by_hand(values, mask, mode, norm_const):
-    rows = [
-        [v for v, m in zip(row, keep, strict=True) if m]
-        for row, keep in zip(values.tolist(), mask.tolist(), strict=True)
-    ]
-    if mode in ("token_mean", "constant"):
-        total = math.fsum(v for row in rows for v in row)
-        count = sum(map(len, rows))
-    else:
-        per_row = [math.fsum(row) for row in rows if row]
-        if mode == "seq_mean_token_mean":
-            per_row = [math.fsum(row) / len(row) for row in rows if row]
-        total, count = math.fsum(per_row), sum(1 for row in rows if row)
-    return total / (norm_const if norm_const is not None else max(count, 1))
+    pairs = (zip(*row, strict=True) for row in zip(values.tolist(), mask.tolist(), strict=True))
+    rows = [row for row in ([v for v, m in pair if m] for pair in pairs) if row]
+    means = [math.fsum(row) / len(row) for row in rows]
+    total = math.fsum(means if mode == "seq_mean_token_mean" else [v for row in rows for v in row])
+    count = sum(map(len, rows)) if mode == "token_mean" else len(rows)
+    return total / (norm_const or max(count, 1))
 
 
 def batch_of(B, T, seed):
@@ -181,20 +172,6 @@ def test_a_mask_and_a_denominator_of_any_type(mode, dtype):
 
 
 @MODES
-@pytest.mark.parametrize("poison", [NAN, INF, -INF])
-def test_masked_values_are_never_read(mode, poison):
-    values, mask = batch_of(5, 6, 1)
-    clean = values.clone().requires_grad_()
-    dirty = values.masked_fill(~mask, poison).requires_grad_()
-    losses = [aggregate_loss(v, mask, mode, 9.0) for v in (clean, dirty)]
-    for loss in losses:
-        loss.backward()
-    assert torch.equal(losses[0], losses[1])
-    assert torch.equal(clean.grad, dirty.grad)
-    assert (dirty.grad[~mask] == 0).all()
-
-
-@MODES
 @pytest.mark.parametrize("poison", [0.0, NAN, INF])
 @pytest.mark.parametrize("shape", [(3, 4), (1, 1), (3, 0), (0, 4)])
 def test_an_empty_mask_gives_exactly_zero(mode, poison, shape):
@@ -208,31 +185,7 @@ def test_an_empty_mask_gives_exactly_zero(mode, poison, shape):
         assert values.grad.shape == shape and (values.grad == 0).all()
 
 
-@MODES
-@given(st.integers(1, 9), st.integers(1, 7), st.integers(1, 9), st.integers(0, 2**31))
-def test_microbatches_add_up_to_the_batch(mode, B, T, size, seed):
-    values, mask = batch_of(B, T, seed)
-    norm_const = step_normalizer([mask], mode, max_tokens=T)
-    whole, parts = (values.clone().requires_grad_() for _ in range(2))
-    total = aggregate_loss(whole, mask, mode, norm_const)
-    total.backward()
-    order = torch.randperm(B, generator=gen(seed))
-    losses = [aggregate_loss(parts[r], mask[r], mode, norm_const) for r in order.split(size)]
-    for loss in losses:
-        loss.backward()
-    torch.testing.assert_close(sum(losses).detach(), total.detach(), rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-13, atol=1e-15)
-    if mode != "constant":
-        assert torch.equal(aggregate_loss(values, mask, mode), total.detach())
-
-
 # The denominator of a step --------------------------------------------------------------------
-
-
-def test_the_denominator_by_hand():
-    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [0, 1, 0]])
-    got = [step_normalizer([mask], mode, max_tokens=10) for mode in LOSS_AGG_MODES]
-    assert got == [3, 2, 2, 20]
 
 
 @MODES
@@ -255,7 +208,10 @@ def test_padded_packed_and_split_batches_have_one_denominator(mode, N, longest, 
     assert step_normalizer([filler, packed], mode, max_tokens=33) == expected
 
 
-def test_sixty_four_sequences_in_four_packed_rows():
+def test_denominators_by_hand_and_of_sixty_four_sequences_in_four_rows():
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [0, 1, 0]])
+    got = [step_normalizer([mask], mode, max_tokens=10) for mode in LOSS_AGG_MODES]
+    assert got == [3, 2, 2, 20]
     one = Trajectory(torch.arange(16), torch.ones(15), torch.zeros(15), 0.0)
     packed = pack_sequences([one] * 64, 256)
     assert len(packed["ids"]) == 4
@@ -266,7 +222,14 @@ def test_sixty_four_sequences_in_four_packed_rows():
 # What is refused, and what extreme numbers give -----------------------------------------------
 
 X, M, A = torch.zeros(2, 3), torch.ones(2, 3), torch.zeros(2)
-BAD = [
+GRIDS = (0.0, -0.5, 0.3, NAN, INF)
+RUNS = {
+    "lr": (-1e-3, INF), "adam_eps": (-1.0,), "clip": (-0.1, NAN), "clip_high": (-0.1,),
+    "max_grad_norm": (-1.0, 0.0), "weight_grid": GRIDS, "advantage": ("std",), "group_size": (0,),
+    "loss_agg_mode": ("mean",), "prompts_per_step": (0,), "updates_per_step": (0,),
+    "microbatch_size": (0,), "temperature": (0.0,),
+}  # fmt: skip
+BAD_VALUES = [
     (compute_advantages, ([0, 1], 2, "std"), "kind"),
     (compute_advantages, ([0.0] * 7, 4), "group_size = 4"),
     (compute_advantages, ([0.0, 1.0], 0), "group_size = 0"),
@@ -281,11 +244,10 @@ BAD = [
     *((aggregate_loss, (X, M, "token_mean", n), "norm_const") for n in (0, 0.0, -1, NAN, A)),
     *((aggregate_loss, (X, M, "token_mean", torch.tensor(n)), "norm_const") for n in (0, -1, NAN)),
     (reinforce_loss, (X[:, :1], A, M), "mask"),
-    *(
-        (reinforce_loss, (X, randn(*size), M), "advantages")
-        for size in ((1,), (1, 3), (2, 1), (3,))
-    ),
+    *((reinforce_loss, (X, randn(*n), M), "advantages") for n in ((1,), (1, 3), (2, 1), (3,))),
     *((clipped_surrogate_loss, (X, randn(*n), A, M), "old_logp") for n in ((3,), (1, 3), (2, 1))),
+    *((partial(clipped_surrogate_loss, clip_low=n), (X, X, A, M), "clip_low") for n in (-0.1, NAN)),
+    (partial(clipped_surrogate_loss, clip_high=-0.1), (X, X, A, M), "clip_high"),
     (kl_estimate, (X, X, "k4"), "kind"),
     *((kl_estimate, (A, A[:, None], kind), "ref_logp") for kind in KL_KINDS),
     (kl_estimate, (X, X, "k3", M[0]), "mask"),
@@ -294,7 +256,13 @@ BAD = [
     (step_normalizer, ([M, M / 2],), r"batches\[1\]\[0, 0\]"),
     (step_normalizer, (M,), r"batches\[0\]"),
     (step_normalizer, ([{"action_mask": M, "segment_ids": X}],), "action_mask"),
-    *((snap_weights, (nn.Linear(1, 1), grid), "grid") for grid in (0.0, -0.5, 0.3, NAN, INF)),
+    *((snap_weights, (nn.Linear(1, 1), grid), "grid") for grid in GRIDS),
+    *((lambda v, n=n: RLConfig(**{n: v}), (v,), n) for n, values in RUNS.items() for v in values),
+]
+BAD_KINDS = [
+    (compute_advantages, ({"rewards": A}, 2), "rewards"),
+    *((step_normalizer, ([M, b],), r"batches\[1\]") for b in (M.numpy(), M.tolist(), {"ids": X})),
+    (step_normalizer, ([M], "constant"), "max_tokens"),
 ]
 RIGHT = {
     aggregate_loss: {"values": X, "mask": M, "loss_agg_mode": "token_mean"},
@@ -305,9 +273,12 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize(("call", "arguments", "names"), BAD)
-def test_a_bad_value_is_named(call, arguments, names):
-    with pytest.raises(ValueError, match=names):
+@pytest.mark.parametrize(
+    ("error", "call", "arguments", "names"),
+    [(ValueError, *row) for row in BAD_VALUES] + [(TypeError, *row) for row in BAD_KINDS],
+)
+def test_bad_input_is_named(error, call, arguments, names):
+    with pytest.raises(error, match=names):
         call(*arguments)
 
 
@@ -323,40 +294,12 @@ def test_lists_and_arrays_and_weighted_masks_are_refused(call):
             call(**{**RIGHT[call], "mask": M / 2})
 
 
-@pytest.mark.parametrize("batch", [M.numpy(), M.tolist(), {"ids": X}, {"action_mask": [1]}])
-def test_a_microbatch_that_is_no_tensor_is_named(batch):
-    with pytest.raises(TypeError, match=r"batches\[1\]"):
-        step_normalizer([M, batch])
-    with pytest.raises(TypeError, match="rewards"):
-        compute_advantages({"rewards": A}, 2)
-    with pytest.raises(TypeError, match="max_tokens"):
-        step_normalizer([M], "constant")
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("lr", -1e-3), ("lr", INF), ("adam_eps", -1.0), ("clip", -0.1), ("clip", NAN),
-        ("clip_high", -0.1), ("max_grad_norm", -1.0), ("max_grad_norm", 0.0),
-        ("weight_grid", 0.0), ("weight_grid", 0.3), ("weight_grid", INF), ("advantage", "std"),
-        ("loss_agg_mode", "mean"), ("prompts_per_step", 0), ("updates_per_step", 0),
-        ("microbatch_size", 0), ("group_size", 0), ("temperature", 0.0),
-    ],
-)  # fmt: skip
-def test_a_run_refuses_what_would_wreck_it(name, value):
-    with pytest.raises(ValueError, match=name):
-        RLConfig(**{name: value})
-
-
-def test_reproducibility_is_off_until_the_book_asks_for_it():
+def test_the_grid_is_off_until_the_book_asks_for_it_and_refuses_an_lr_that_it_rounds_away():
     plain, book = RLConfig(seed=3), book_config(seed=3)
     assert (plain.weight_grid, plain.adam_eps) == (None, 1e-8)
     assert (book.weight_grid, book.adam_eps) == (2.0**-16, 1e-5)
     assert vars(book) == {**vars(plain), "weight_grid": 2.0**-16, "adam_eps": 1e-5}
     assert RLConfig(clip_high=INF, max_grad_norm=INF).max_grad_norm == INF, "no bound"
-
-
-def test_a_learning_rate_that_the_grid_rounds_away_is_refused():
     with pytest.raises(ValueError, match="weight_grid"):
         book_config(lr=1e-6)
     assert RLConfig(lr=1e-6).lr == book_config(lr=1e-6, weight_grid=None).lr == 1e-6
@@ -367,15 +310,15 @@ MEASURES = {
     "surrogate": lambda x, y: clipped_surrogate_loss(x, y, -torch.ones(len(x)), torch.ones_like(x)),
     "reinforce": lambda x, y: reinforce_loss(x, y[:, 0], torch.ones_like(x)),
     "entropy": lambda x, y: entropy(torch.stack([x, y], -1)),
-    **{kind: functools.partial(kl_estimate, kind=kind) for kind in KL_KINDS},
+    **{kind: partial(kl_estimate, kind=kind) for kind in KL_KINDS},
     **{m: lambda x, _, m=m: aggregate_loss(x, torch.ones_like(x), m, 1e6) for m in LOSS_AGG_MODES},
 }
 
 
 @pytest.mark.parametrize("measure", MEASURES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("pair", [(-1e4, -1.0), (-1.0, -1e4), (-1e4, -1e4), (-1.0, -1.0)])
-def test_extreme_log_probs_over_a_million_tokens(measure, dtype, pair):
+@pytest.mark.parametrize("pair", [(-1e4, -1.0), (-1.0, -1e4), (-1e4, -1e4), (-1.0, -1.0078125)])
+def test_extreme_and_near_log_probs_over_a_million_tokens(measure, dtype, pair):
     logp, old = (torch.full((1000, 1000), x).to(dtype) for x in pair)
     logp.requires_grad_()
     got, exact = MEASURES[measure](logp, old), MEASURES[measure](logp.double(), old.double())
@@ -383,16 +326,6 @@ def test_extreme_log_probs_over_a_million_tokens(measure, dtype, pair):
     torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-6)
     got.sum().backward()
     assert logp.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("kind", KL_KINDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_near_log_probs_in_half_precision_keep_their_distance(kind, dtype):  # unsloth-zoo #1240
-    logp, ref = torch.tensor([[-1.0, -0.5, -2.0], [-1.0078125, -0.50390625, -1.9921875]]).to(dtype)
-    got = kl_estimate(logp, ref, kind)
-    assert got.dtype == torch.float32 and (got != 0).all()
-    exact = kl_estimate(logp.double(), ref.double(), kind)
-    torch.testing.assert_close(got.double(), exact, rtol=1e-3, atol=0)
 
 
 def test_half_precision_counts_and_ratios_are_at_least_float32():
@@ -415,21 +348,11 @@ def test_log_ratios_are_clamped_and_have_no_gradient_beyond(d, alive):  # OpenRL
         (grad,) = torch.autograd.grad(loss, logp)
         assert loss.isfinite() and loss.abs() <= math.exp(20) * 1.001
         assert bool(grad != 0) == bool(alive)
-    assert clipped_surrogate_loss(logp, old, one, one) == -min(math.exp(max(d, -20)), 1.2)
+    cut = clipped_surrogate_loss(logp, old, one, one).item()
+    assert cut == pytest.approx(-min(math.exp(max(min(d, 20), -20)), 1.2))
 
 
 # Losses ---------------------------------------------------------------------------------------
-
-
-@MODES
-def test_reinforce_is_minus_advantage_times_log_probability(mode):
-    logp, mask = batch_of(4, 6, 2)
-    adv = randn(4, seed=5)
-    values = torch.stack([-a * row for a, row in zip(adv, logp, strict=True)])
-    expected = average_by_hand(values, mask, mode, 7.0)
-    assert reinforce_loss(logp, adv, mask, mode, 7.0).item() == pytest.approx(expected, rel=1e-12)
-    spread = reinforce_loss(logp, adv[:, None].expand(4, 6), mask, mode, 7.0)
-    assert spread.item() == pytest.approx(expected, rel=1e-12)
 
 
 def clipped_by_hand(logp, old, adv, low, high):
@@ -439,21 +362,20 @@ def clipped_by_hand(logp, old, adv, low, high):
 
 @MODES
 @given(st.integers(0, 2**31), st.floats(0, 0.9), st.floats(0, 2), st.booleans())
-def test_clipped_surrogate_against_a_loop(mode, seed, low, high, spread):
+def test_losses_against_a_loop(mode, seed, low, high, spread):
     logp, mask = batch_of(3, 5, seed)
-    old = logp + 0.5 * randn(3, 5, seed=seed + 2)
-    adv = randn(3, 5, seed=seed + 3) if spread else randn(3, seed=seed + 3)
+    old, adv = logp + 0.5 * randn(3, 5, seed=seed + 2), randn(3, 5, seed=seed + 3)
+    adv = adv if spread else adv[:, 0]
     table = adv if spread else adv[:, None].expand(3, 5)
-    values = torch.tensor(
-        [
-            [clipped_by_hand(*x, low, high) for x in zip(*rows, strict=True)]
-            for rows in zip(logp.tolist(), old.tolist(), table.tolist(), strict=True)
-        ],
-        dtype=torch.float64,
-    )
-    got = clipped_surrogate_loss(logp, old, adv, mask, mode, 7.0, clip_low=low, clip_high=high)
-    expected = average_by_hand(values, mask, mode, 7.0)
-    assert got.item() == pytest.approx(expected, rel=1e-11, abs=1e-13)
+    tokens = zip(*(x.flatten().tolist() for x in (logp, old, table)), strict=True)
+    clipped = torch.tensor([clipped_by_hand(*x, low, high) for x in tokens], dtype=torch.float64)
+    bounds = {"clip_low": low, "clip_high": high}
+    for got, values in (
+        (clipped_surrogate_loss(logp, old, adv, mask, mode, 7.0, **bounds), clipped),
+        (reinforce_loss(logp, adv, mask, mode, 7.0), (-table * logp).flatten()),
+    ):
+        expected = average_by_hand(values.view(3, 5), mask, mode, 7.0)
+        assert got.item() == pytest.approx(expected, rel=1e-11, abs=1e-13)
 
 
 @pytest.mark.parametrize(
@@ -487,32 +409,24 @@ def test_at_ratio_one_the_surrogate_has_the_gradient_of_reinforce():
     torch.testing.assert_close(grads[0], grads[2], rtol=1e-14, atol=1e-16)
 
 
+@MODES
 @pytest.mark.parametrize("poison", [NAN, INF, -INF, 1e4])
 @pytest.mark.parametrize("where", ["logp", "old", "advantages"])
-def test_masked_entries_do_not_reach_the_losses(poison, where):
+def test_masked_entries_are_never_read(mode, poison, where):
     logp, mask = batch_of(4, 6, 2)
     clean = {"logp": logp, "old": logp + 0.1, "advantages": randn(4, 6, seed=4)}
     dirty = {**clean, where: clean[where].masked_fill(~mask, poison)}
     for loss in (
-        lambda x, d: clipped_surrogate_loss(x, d["old"], d["advantages"], mask),
-        lambda x, d: reinforce_loss(x, d["advantages"], mask),
+        lambda x, y, a: aggregate_loss(x, mask, mode, 9.0),
+        lambda x, y, a: reinforce_loss(x, a, mask, mode, 9.0),
+        lambda x, y, a: clipped_surrogate_loss(x, y, a, mask, mode, 9.0),
+        *(lambda x, y, a, k=k: (kl_estimate(x, y, k, mask) / 9).sum() for k in KL_KINDS),
     ):
         x, y = (d["logp"].clone().requires_grad_() for d in (clean, dirty))
-        a, b = loss(x, clean), loss(y, dirty)
+        a, b = (loss(z, d["old"], d["advantages"]) for z, d in ((x, clean), (y, dirty)))
         a.backward()
         b.backward()
-        assert torch.equal(a, b) and torch.equal(x.grad, y.grad)
-
-
-def test_kl_estimators_average_to_the_divergence():
-    p, q = randn(6, seed=1).log_softmax(-1), randn(6, seed=2).log_softmax(-1)
-    divergence = (p.exp() * (p - q)).sum().item()
-    mean = {k: (p.exp() * kl_estimate(p, q, k)).sum().item() for k in KL_KINDS}
-    assert mean["k1"] == pytest.approx(divergence, rel=1e-12)
-    assert mean["k3"] == pytest.approx(divergence, rel=1e-12)
-    assert mean["k2"] == pytest.approx((p.exp() * (p - q) ** 2).sum().item() / 2, rel=1e-12)
-    assert abs(mean["k2"] - divergence) > 1e-3
-    assert torch.equal(kl_estimate(p, q), kl_estimate(p, q, "k3"))
+        assert torch.equal(a, b) and torch.equal(x.grad, y.grad) and (y.grad[~mask] == 0).all()
 
 
 @given(st.floats(-20, 20))
@@ -524,33 +438,25 @@ def test_k3_is_never_negative_and_exact_near_zero(d):
 
 
 @given(st.integers(2, 12), st.integers(0, 99))
-def test_the_gradient_of_each_kl_estimator(words, seed):
-    """Expected over tokens drawn from p, by enumeration: 0, KL(p, q) and KL(q, p)."""
+def test_the_mean_and_the_gradient_of_each_kl_estimator(words, seed):
+    """Expected over tokens drawn from p, by enumeration."""
     logits = randn(words, seed=seed).requires_grad_()
     q = randn(words, seed=seed + 100).log_softmax(0)
 
-    def gradient(loss_of):
-        return torch.autograd.grad(loss_of(logits.log_softmax(0)), logits)[0]
+    def of(loss_of):
+        value = loss_of(logits.log_softmax(0))
+        return value.detach(), torch.autograd.grad(value, logits)[0]
 
     drawn = logits.detach().softmax(0)
-    found = [gradient(lambda p, k=k: (drawn * kl_estimate(p, q, k)).sum()) for k in KL_KINDS]
-    wanted = [
-        torch.zeros(words, dtype=torch.float64),
-        gradient(lambda p: (p.exp() * (p - q)).sum()),
-        gradient(lambda p: (q.exp() * (q - p)).sum()),
-    ]
-    for a, b in zip(found, wanted, strict=True):
+    k1, k2, k3 = (of(lambda p, k=k: (drawn * kl_estimate(p, q, k)).sum()) for k in KL_KINDS)
+    forward = of(lambda p: (p.exp() * (p - q)).sum())  # KL(p, q)
+    reverse = of(lambda p: (q.exp() * (q - p)).sum())  # KL(q, p)
+    square = of(lambda p: (drawn * (p - q) ** 2 / 2).sum())
+    pairs = [(k1[0], forward[0]), (k2[0], square[0]), (k3[0], forward[0])]
+    pairs += [(k1[1], torch.zeros_like(q)), (k2[1], forward[1]), (k3[1], reverse[1])]
+    for a, b in pairs:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("junk", [NAN, INF, -1e3])
-@pytest.mark.parametrize("kind", KL_KINDS)
-def test_masked_log_probs_do_not_reach_the_kl_term(junk, kind):
-    logp = torch.tensor([[-1.0, junk]], requires_grad=True)
-    mask = torch.tensor([[1, 0]])
-    kl = kl_estimate(logp, torch.tensor([[-2.0, 0.0]]), kind, mask)
-    (grad,) = torch.autograd.grad(aggregate_loss(kl, mask, "token_mean"), logp)
-    assert kl[0, 1] == 0 and grad[0, 1] == 0 and grad.isfinite().all()
+    assert torch.equal(kl_estimate(logits, q), kl_estimate(logits, q, "k3"))
 
 
 def test_advantages_are_constants():
@@ -558,13 +464,6 @@ def test_advantages_are_constants():
     reinforce_loss(logp, advantages, torch.ones(2, 3)).backward()
     clipped_surrogate_loss(logp, logp.detach(), advantages, torch.ones(2, 3)).backward()
     assert advantages.grad is None and logp.grad is not None
-
-
-@pytest.mark.parametrize("name", ["clip_low", "clip_high"])
-@pytest.mark.parametrize("value", [-0.1, NAN])
-def test_a_clip_is_not_negative(name, value):
-    with pytest.raises(ValueError, match=name):
-        clipped_surrogate_loss(X, X, A, M, **{name: value})
 
 
 def test_entropy():
@@ -632,10 +531,8 @@ def test_microbatch_size_does_not_change_the_update(mode, updates):
 
 def test_a_mean_per_microbatch_would_show(monkeypatch):
     monkeypatch.setattr(grpo, "step_normalizer", lambda *args, **kwargs: None)
-    trajs = step_of_trajectories()
-    whole, parts = (
-        weights_after(trajs, torch.optim.SGD, microbatch_size=size, lr=1.0) for size in (64, 2)
-    )
+    trajs, changes = step_of_trajectories(), {"optimizer": torch.optim.SGD, "lr": 1.0}
+    whole, parts = (weights_after(trajs, microbatch_size=size, **changes) for size in (64, 2))
     assert (parts - whole).norm() > 1e-2 * (whole - START).norm()
 
 
@@ -692,12 +589,15 @@ def test_statistics_of_an_update_and_where_it_goes():
     assert rl_update(model, still, trajs, SMALL)["clip_fraction"] == 1.0
 
 
-def test_gradient_norm_is_limited():
+def test_gradient_norm_is_limited_and_a_readers_trajectories_do():
     trajs = step_of_trajectories()
     free = weights_after(trajs, torch.optim.SGD, lr=1.0) - START
     held = weights_after(trajs, torch.optim.SGD, lr=1.0, max_grad_norm=1e-3) - START
     assert free.norm() > 1e-2
     torch.testing.assert_close(held, free * 1e-3 / free.norm(), rtol=1e-4, atol=1e-12)
+    for traj in trajs:
+        traj.action_mask, traj.info = traj.action_mask.float(), {}
+    assert torch.equal(weights_after(trajs, torch.optim.SGD, lr=1.0) - START, free)
 
 
 def test_weights_stay_on_the_grid_and_noise_is_dropped():
@@ -720,14 +620,6 @@ def test_weights_stay_on_the_grid_and_noise_is_dropped():
     assert torch.equal(half.weight, before), "in half precision they are on the grid already"
 
 
-def test_update_of_a_readers_trajectories():
-    trajs = step_of_trajectories()
-    expected = weights_after(trajs)
-    for traj in trajs:
-        traj.action_mask, traj.info = traj.action_mask.float(), {}
-    torch.testing.assert_close(weights_after(trajs), expected, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("temperature", [0.6, 1.5])
 def test_an_update_scores_at_the_temperature_of_the_sampler(temperature):
     cfg = small(temperature=temperature)
@@ -738,8 +630,7 @@ def test_an_update_scores_at_the_temperature_of_the_sampler(temperature):
 
 
 def test_half_precision_logits_meet_the_temperature_in_float32():
-    logits = torch.tensor([10.0, 9.5]).bfloat16().expand(1, 1, 2)
-    model = nn.Linear(1, 1)
+    logits, model = torch.tensor([10.0, 9.5]).bfloat16().expand(1, 1, 2), nn.Linear(1, 1)
     model.forward = lambda ids: logits
     got = grpo._log_probs(model, torch.tensor([[0, 1]]), 0.7)
     exact = (logits.double() / 0.7).log_softmax(-1)[..., 1]
@@ -766,143 +657,11 @@ def test_draw_tasks():
     assert names == [t.name for t in draw_tasks(TRAIN, 4, gen(3)) for _ in range(4)]
 
 
-# The demonstrator and the base policy ---------------------------------------------------------
-
-
-def test_demonstrations_replay():
-    rng = random.Random(0)
-    for task in TRAIN * 3:
-        traj = demonstrate(task, TOK, rng)
-        env, ids = BugFixEnv(task, TOK), traj.ids.tolist()
-        expected = env.reset()
-        mask = [False] * len(expected)
-        while not env.done:
-            token = ids[len(expected)]
-            answer, _ = env.step(token)
-            expected += [token, *answer]
-            mask += [True, *[False] * len(answer)]
-        assert (ids, traj.action_mask.tolist()) == (expected, mask[1:])
-        assert traj.reward == env.reward and traj.info["task"] == task
-        assert (traj.sample_logp == 0).all()
-    one, other = (demonstrate(TRAIN[0], TOK, random.Random(0)).ids for _ in range(2))
-    assert torch.equal(one, other)
-
-
-def test_behavior_clone_learns_and_is_repeatable():
-    rng = random.Random(0)
-    data = [demonstrate(TRAIN[i % 20], TOK, rng) for i in range(640)]
-    runs = []
-    for _ in range(2):
-        model = TinyAgent(len(TOK), d_model=16, n_layers=1, n_heads=2)
-        losses = behavior_clone(model, data, TOK)
-        runs.append((losses, weights_of(model)))
-    assert len(losses) == 10 and losses[-1] < losses[0] - 0.5
-    assert runs[0] == runs[1]
-
-
-@pytest.fixture
-def built(tmp_path, monkeypatch):
-    """The paths that were written in a cache of this test's own, one entry per training."""
-    monkeypatch.setenv("AGENTRL_CACHE", str(tmp_path / "cache"))
-    paths, write = [], course.save_atomically
-    monkeypatch.setattr(
-        course, "save_atomically", lambda state, path: (paths.append(path), write(state, path))
-    )
-    return paths
+# A run, and one that is killed ----------------------------------------------------------------
 
 
 def weights_of(model):
     return b"".join(v.numpy().tobytes() for v in model.state_dict().values())
-
-
-def base(tok=TOK, **kwargs):
-    return weights_of(make_rl_base(tok, **{"episodes": 64, **kwargs}))
-
-
-def test_base_policy_is_trained_once(tmp_path, built):
-    torch.manual_seed(0)
-    first = base()
-    torch.manual_seed(1)
-    assert base() == first and len(built) == 1
-    assert built[0].parent == tmp_path / "cache"
-    built[0].unlink()
-    assert base() == first and len(built) == 2, "made again, the same bits"
-    assert sorted(p.suffix for p in built[0].parent.iterdir()) == [".lock", ".pt"], "nothing else"
-
-
-def test_what_determines_the_base_policy_is_in_its_key(built, monkeypatch):
-    results = [base(), base(episodes=65), base(seed=1), base(build_tokenizer(TRAIN))]
-    other = functools.partial(course.Demonstrator, skill=0.9, look=0.5)
-    monkeypatch.setattr(course, "Demonstrator", other)
-    results.append(base())
-    monkeypatch.setattr(torch, "__version__", "0.0")
-    base()
-    assert len(set(built)) == len(built) == 6
-    assert len(set(results)) == 5
-
-
-class Attack:
-    def __reduce__(self):
-        return os.mkdir, ("touched",)
-
-
-@pytest.mark.parametrize(
-    "damage", ["empty", "cut", "flipped", "garbage", "other", "digest", "code"]
-)
-def test_a_damaged_cache_is_rebuilt(built, damage, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    good = base()
-    path = built[0]
-    data = path.read_bytes()
-    if damage == "digest":  # a proper file whose weights are not those that were written
-        saved = torch.load(path, weights_only=True)
-        saved["weights"]["lm_head.weight"][0, 0] += 1e-9
-        torch.save(saved, path)
-    elif damage in ("other", "code"):
-        torch.save({"something": 1} if damage == "other" else {"weights": Attack()}, path)
-    else:
-        half = len(data) // 2
-        flipped = data[:half] + bytes([data[half] ^ 1]) + data[half + 1 :]
-        files = {"empty": b"", "cut": data[:-100], "flipped": flipped, "garbage": b"x" * 99}
-        path.write_bytes(files[damage])
-    assert base() == good and len(built) == 2, "trained again"
-    assert base() == good and len(built) == 2, "and repaired"
-    assert not Path("touched").exists()
-
-
-def test_an_interrupted_write_leaves_nothing_to_trust(built, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            base()
-    assert not built[0].exists()
-    base()
-    assert built[0].exists()
-
-
-CONCURRENT = """
-import hashlib, os, sys
-import torch
-torch.set_num_threads(1)
-from agentrl import make_tasks, build_tokenizer
-from agentrl.course import grpo
-tok = build_tokenizer(make_tasks())
-write = grpo.save_atomically
-def spy(state, path):
-    print("trained", flush=True)
-    write(state, path)
-grpo.save_atomically = spy
-pids = []
-for _ in range(4):
-    pid = os.fork()
-    if pid == 0:
-        weights = grpo.make_rl_base(tok, episodes=64).state_dict().values()
-        text = hashlib.sha256(b"".join(w.numpy().tobytes() for w in weights)).hexdigest()
-        os.write(1, ("weights " + text + "\\n").encode())
-        os._exit(0)
-    pids.append(pid)
-sys.exit(any(os.waitpid(pid, 0)[1] for pid in pids))
-"""
 
 
 def run_python(code, *args, **env):
@@ -911,16 +670,6 @@ def run_python(code, *args, **env):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def test_processes_side_by_side_train_once(tmp_path):
-    lines = run_python(CONCURRENT, AGENTRL_CACHE=str(tmp_path)).split("\n")[:-1]
-    assert lines.count("trained") == 1
-    hashes = [line for line in lines if line.startswith("weights")]
-    assert len(hashes) == 4 and len(set(hashes)) == 1
-
-
-# A run, and one that is killed ----------------------------------------------------------------
 
 
 class Parity(BugFixEnv):
@@ -952,7 +701,7 @@ def run(steps, cfg=SMALL, **kwargs):
     return history, weights_of(model)
 
 
-def test_history(parity):
+def test_history(parity, tmp_path):
     history, weights = run(4)
     assert len(history) == 4 and (history, weights) == run(4)
     for record in history:
@@ -960,9 +709,12 @@ def test_history(parity):
         assert 0 < record["reward"] < 1
         assert {"loss", "grad_norm", "clip_fraction", "zero_advantage"} < set(record)
     assert weights != weights_of(Eager())
-    assert run(4, small(seed=1))[0] != history
     assert run(4, small(adam_eps=1e-5))[1] != weights
     assert run(2)[0] == history[:2]
+    cfg = small(lr=numpy.float64(1e-3), seed=numpy.int64(1))
+    assert type(cfg.lr) is float and type(cfg.seed) is int
+    run(1, cfg, checkpoint=tmp_path / "run.pt")
+    assert history != run(4, cfg, checkpoint=tmp_path / "run.pt")[0] == run(4, small(seed=1))[0]
 
 
 @pytest.mark.parametrize("every", [1, 2, 5])
@@ -988,7 +740,8 @@ class Round:
     def __call__(self, model, tasks, tok, cfg, generator):
         at = self.state["next"]
         self.state["next"], self.record = at + 2, {"first": at}
-        return sample_groups(model, pay_parity(cfg), tasks[at : at + 2], tok, cfg, generator)
+        chosen = tasks[at : at + 2]
+        return sample_groups(model, pay_parity(cfg), chosen, tok, cfg, generator) if chosen else []
 
 
 def test_a_sampler_is_resumed_with_its_state_and_ends_the_run(tmp_path):
@@ -1021,11 +774,10 @@ def test_a_checkpoint_of_another_run_is_refused(parity, tmp_path):
     with pytest.raises(ValueError, match=r"run\.pt has tasks = .*, this run has"):
         train_rl(model, TRAIN[:5], TOK, SMALL, 3, checkpoint=path)
     assert weights_of(model) == weights_of(Eager()), "a refused checkpoint changes nothing"
-    for options in ({"checkpoint_every": 0}, {"checkpoint_every": -1}, {"tasks": []}):
-        with pytest.raises(ValueError, match=next(iter(options))):
-            train_rl(
-                **{"model": Eager(), "tasks": TRAIN, "tok": TOK, "cfg": SMALL, "steps": 1} | options
-            )
+    for name, value in (("checkpoint_every", 0), ("tasks", []), ("steps", -1)):
+        arguments = {"model": Eager(), "tasks": TRAIN, "tok": TOK, "cfg": SMALL, "steps": 1}
+        with pytest.raises(ValueError, match=name):
+            train_rl(**{**arguments, name: value})
 
 
 def test_a_damaged_checkpoint_does_not_start_the_run_again(parity, tmp_path):
@@ -1037,14 +789,6 @@ def test_a_damaged_checkpoint_does_not_start_the_run_again(parity, tmp_path):
         with pytest.raises(ValueError, match=f"{re.escape(str(path))} is damaged, or"):
             run(3, checkpoint=path)
         assert path.read_bytes() == damaged
-
-
-def test_numbers_of_numpy_can_be_resumed(tmp_path):
-    cfg = small(lr=numpy.float64(1e-3), seed=numpy.int64(1))
-    assert type(cfg.lr) is float and type(cfg.seed) is int
-    path = tmp_path / "run.pt"
-    run(1, cfg, checkpoint=path)
-    assert len(run(2, cfg, checkpoint=path)[0]) == 2
 
 
 # The runner imports once and forks: what is killed is a process of its own each time.
@@ -1059,13 +803,13 @@ folder, steps, every, seed = sys.argv[1], *map(int, sys.argv[2:])
 path = f"{folder}/run.pt"
 grpo.make_env = t.pay_parity
 
-def die_in(module, name, call, before=b""):
+def die_in(module, name, call):
     real, calls = getattr(module, name), [0]
     def wrapper(*args, **kwargs):
         calls[0] += 1
         if calls[0] == call:
-            if before:  # a write that got this far
-                args[1].write(before)
+            if name == "save":  # a write that got this far
+                args[1].write(b"half a file")
                 args[1].flush()
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*args, **kwargs)
@@ -1082,7 +826,7 @@ def attempt(name, checkpoint, where=None):
         os._exit(0)
     return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
 
-points = [(torch, "save", 2), (torch, "save", 1, b"half a file"), (os, "fsync", 1),
+points = [(torch, "save", 2), (torch, "save", 1), (os, "fsync", 1),
           (os, "replace", 2), (grpo, "rl_update", 2), (grpo, "sample_groups", 1)]
 random.Random(seed).shuffle(points)
 points.insert(0, (grpo, "rl_update", every + 2))
@@ -1097,9 +841,9 @@ print(json.dumps([kills, saved, not attempt("killed", path)]))
 
 @pytest.mark.parametrize(("every", "seed"), [(1, 0), (1, 1), (3, 2)])
 def test_a_killed_run_equals_one_that_was_not(tmp_path, every, seed):
-    out = run_python(KILLED, tmp_path, steps := 20, every, seed)
+    out = run_python(KILLED, tmp_path, steps := 14, every, seed)
     kills, saved, finished = json.loads(out.strip().split("\n")[-1])
-    assert finished and kills >= 5 and any(0 < n < steps for n in saved)
+    assert finished and kills >= 4 and any(0 < n < steps for n in saved)
     whole, killed = (json.loads((tmp_path / f"{n}.json").read_text()) for n in ("whole", "killed"))
     assert whole == killed
     assert len({r["reward"] for r in whole[0]}) > 2 and whole[1] != weights_of(Eager()).hex()
@@ -1116,13 +860,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-class TestBase:
-    def test_base_passes_some_of_the_training_tasks(self, one_thread):
-        result = evaluate(make_rl_base(TOK), TRAIN, TOK, 32, generator=gen(5))
-        assert result["pass_rate"] - 2 * result["stderr"] >= 0.20
-        assert result["pass_rate"] + 2 * result["stderr"] <= 0.50
 
 
 class Seed:
