@@ -18,7 +18,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import agentrl as arl
-from benchmarks import common
+from benchmarks import common, models
 from benchmarks.common import Row, attempt, growth, say, timed
 
 CASES = {  # sequences of one row, tokens each
@@ -32,27 +32,13 @@ GROWTH = {"tiny": (10, 100), "full": (1_000, 10_000, 100_000, 1_000_000)}
 
 @cache  # so that nobody is timed making it
 def config() -> Any:
-    import transformers
-
-    return transformers.Qwen2Config(
-        vocab_size=1000,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        attn_implementation="eager",  # whose products the counter sees,
-    )
+    return models.config(max_position_embeddings=4096)  # eager: the counter sees its products
 
 
 @cache
 def by_torch(tokens: int) -> int:
     """What PyTorch's counter says of one row, forward and backward."""
-    import transformers
-
-    model = transformers.Qwen2ForCausalLM(config())
+    model = models.causal_lm(max_position_embeddings=4096)
     ids = torch.ones(1, tokens, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         model(ids, use_cache=False).logits.sum().backward()

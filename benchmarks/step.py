@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import agentrl as arl
-from benchmarks import common
+from benchmarks import common, models
 from benchmarks.common import Row, growth, key, say, timed
 
 EPISODES = {"tiny": 6, "full": 64, "cuda": 512}
@@ -59,9 +59,8 @@ def tiny_agent(width: int, dtype: torch.dtype, device: str, layers: int = LAYERS
 
 @cache
 def qwen2(width: int, dtype: torch.dtype, device: str) -> nn.Module:
-    import transformers
-
-    config = transformers.Qwen2Config(
+    model = models.causal_lm(
+        attention="sdpa",
         vocab_size=VOCAB,
         hidden_size=width,
         intermediate_size=8 * width // 3,  # three matrices, as many weights as our two
@@ -69,11 +68,8 @@ def qwen2(width: int, dtype: torch.dtype, device: str) -> nn.Module:
         num_attention_heads=HEADS,
         num_key_value_heads=HEADS,
         max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        attn_implementation="sdpa",
     )
-    torch.manual_seed(0)
-    return transformers.Qwen2ForCausalLM(config).to(dtype).to(device).train()
+    return model.to(dtype).to(device).train()
 
 
 def losses(width: int, count: int, dtype: torch.dtype, device: str) -> dict[str, Any]:

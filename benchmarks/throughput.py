@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import agentrl as arl
-from benchmarks import common
+from benchmarks import common, models
 from benchmarks.common import Row, growth, key, say, timed
 
 WIDTH = {"tiny": 32, "full": 1024, "cuda": 4096}
@@ -28,24 +28,19 @@ TRAIN = {"tiny": (2, 16), "full": (4, 256), "cuda": (8, 2048)}  # sequences, tok
 
 
 def build(size: str, device: str) -> tuple[Any, arl.ModelShape]:
-    import transformers
-
     width = WIDTH[size]
-    config = transformers.Qwen2Config(
+    model = models.causal_lm(
+        attention="sdpa",
         vocab_size=1024,
         hidden_size=width,
         intermediate_size=8 * width // 3,
         num_hidden_layers=LAYERS[size],
         num_attention_heads=HEADS[size],
         num_key_value_heads=HEADS[size] // 4,
-        tie_word_embeddings=False,
-        attn_implementation="sdpa",
-    )
-    torch.manual_seed(0)
-    model = transformers.Qwen2ForCausalLM(config).to(device)
+    ).to(device)
     if device == "cuda":
         model = model.bfloat16()
-    return model, arl.ModelShape.from_config(config)
+    return model, arl.ModelShape.from_config(model.config)
 
 
 def decoder(model: Any, batch: int, context: int, device: str) -> Callable[[], object]:

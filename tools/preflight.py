@@ -31,7 +31,7 @@ PRAGMA = re.compile(r"#\s*(?:noqa|(?:fmt|isort|mypy|pylint|ruff):|pragma\b|type:
 NUMBER_CLAIMS = re.compile(
     r"(?<![\w.])(?:\d[\d,]*\.\d+(?:e[-+]?\d+)?|\d+e[-+]?\d+"  # 0.74, 1.5e-6, 1e-6
     r"|\d[\d,]*\s?(?:%|per ?cent\b)"
-    r"|factors? of \d[\d,]*"
+    r"|factors? of \d(?:[\d,]*\d)?"
     r"|\d[\d,]*[\s-]?(?:×|(?:x|times|fold)\b)(?!\s*\d)"  # but not 8 x 8
     r"|\d[\d,]*[\s-]?(?:[kKMGTP]i?B(?:/s)?|bytes?|[mµun]?s|(?:milli|micro|nano)?seconds?|minutes?"
     r"|hours?|days?|GPU-hours?|nats?|percentage points?|k tokens"
@@ -123,15 +123,22 @@ def _notebook_faults(notebook: Notebook, recorded: Counter[str]) -> Iterator[str
 
 def house_faults(notebook: Notebook) -> Iterator[tuple[str, str]]:
     """Find what a chapter of the second edition may not have: long cells in view, lint pragmas."""
+    for label, count in long_cells(notebook).items():
+        yield label, f"{count} lines of code in view, more than {SHOWN_LINES}: fold it"
     for cell, label in zip(notebook.cells, cell_labels(notebook), strict=True):
-        if cell.cell_type != "code":
-            continue
-        lines = [line.strip() for line in cell.source.splitlines()]
-        count = sum(bool(line) and not line.startswith("#") for line in lines)
-        if count > SHOWN_LINES and not FOLDED & {*cell.metadata.get("tags", [])}:
-            yield label, f"{count} lines of code in view, more than {SHOWN_LINES}: fold it"
-        for pragma in PRAGMA.findall(cell.source):
-            yield label, f"a note to a tool, {pragma!r}"
+        if cell.cell_type == "code":
+            for pragma in PRAGMA.findall(cell.source):
+                yield label, f"a note to a tool, {pragma!r}"
+
+
+def long_cells(notebook: Notebook) -> dict[str, int]:
+    """Map the label of each code cell that is too long to be shown to its lines of code."""
+    found = {}
+    for cell, label in zip(notebook.cells, cell_labels(notebook), strict=True):
+        if cell.cell_type == "code" and not FOLDED & {*cell.metadata.get("tags", [])}:
+            lines = [line.strip() for line in cell.source.splitlines()]
+            found[label] = sum(bool(line) and not line.startswith("#") for line in lines)
+    return {label: count for label, count in found.items() if count > SHOWN_LINES}
 
 
 def _code_faults(cell: Notebook) -> Iterator[str]:
@@ -188,7 +195,8 @@ def _available(root: Path) -> set[str]:
     """Collect what a cell may import: the standard library, the package and the requirements."""
     project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]
     lines = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
-    lines += (root / "requirements.txt").read_text("utf-8").splitlines()
+    for name in ("requirements-book.txt", "requirements.txt"):
+        lines += (root / name).read_text("utf-8").splitlines()
     declared = {_plain(name[0]) for line in lines if (name := re.match(r"[\w.-]+", line))}
     known = metadata.packages_distributions().items()
     modules = {module for module, names in known if {*map(_plain, names)} & declared}

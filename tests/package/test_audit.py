@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import agentrl as arl
 from agentrl import audit
 from agentrl.report import judge
+from benchmarks.models import causal_lm
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 plants = cache(arl.planted_faults)
@@ -803,18 +804,13 @@ def test_flops() -> None:
 def test_flops_do_not_depend_on_kernels_and_recomputation(
     attention: str, checkpointing: bool
 ) -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 160}
-    config = transformers.Qwen2Config(
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **sizes
-    )
-    model = transformers.Qwen2ForCausalLM._from_config(config, attn_implementation=attention)
-    model.train()
+    pytest.importorskip("transformers")
+    model = causal_lm(attention=attention).train()
     if checkpointing:
         model.gradient_checkpointing_enable()
     ids = torch.zeros(1, 64, dtype=torch.int64)
     step = lambda: model(ids, use_cache=False).logits.sum().backward()  # noqa: E731
-    shape = arl.ModelShape.from_config(config)
+    shape = arl.ModelShape.from_config(model.config)
     for pairs in ("causal", "square"):
         found = arl.flop_count_check(arl.training_flops(shape, [64], pairs=pairs), step)
         assert found, found

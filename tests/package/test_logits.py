@@ -29,6 +29,7 @@ from agentrl.logits import (
     peak_memory,
 )
 from agentrl.policy import selected_log_probs
+from benchmarks.models import causal_lm
 
 GB = 1e9
 VOCABULARY = 151_936
@@ -983,19 +984,8 @@ print((status("VmHWM") - before) / ledger)
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_head_of_qwen3(tied):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=120,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=tied,
-    )
-    model = transformers.Qwen3ForCausalLM(config).double()
+    pytest.importorskip("transformers")
+    model = causal_lm("Qwen3", vocab_size=120, hidden_size=16, tie_word_embeddings=tied).double()
     ids = torch.randint(120, (2, 17), generator=torch.Generator().manual_seed(1))
 
     def gradient(loss):

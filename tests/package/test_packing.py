@@ -30,6 +30,7 @@ from agentrl.packing import (
 )
 from agentrl.policy import TinyAgent, selected_log_probs, sequence_log_probs
 from agentrl.rollout import Trajectory, collate
+from benchmarks.models import causal_lm
 
 V = 11
 ATTENTION = ("mask", "segments")
@@ -660,18 +661,7 @@ def tiny_qwen(implementation: str) -> torch.nn.Module:
         return out.transpose(1, 2), None
 
     transformers.AttentionInterface.register("boundaries", by_boundaries)
-    config = transformers.Qwen3Config(
-        vocab_size=V,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-    )
-    torch.manual_seed(0)
-    model = transformers.Qwen3ForCausalLM._from_config(config, attn_implementation=implementation)
-    return model.eval()
+    return causal_lm("Qwen3", implementation, vocab_size=V, hidden_size=32, head_dim=8).eval()
 
 
 @pytest.fixture(scope="module", params=["eager", "sdpa", "boundaries"])

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import agentrl as arl
 import agentrl.throughput
 from agentrl.throughput import command_line
+from benchmarks.models import causal_lm
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -155,19 +156,11 @@ def test_full_sizes_on_the_meta_device():
 
 
 def test_training_flops_equal_pytorchs_counter():
-    config = transformers.Qwen2Config(
-        vocab_size=1000,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model = transformers.Qwen2ForCausalLM._from_config(config, attn_implementation="eager")
+    model = causal_lm()
     ids = torch.arange(32)[None]
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids).loss.backward()
-    shape = arl.ModelShape.from_config(config)
+    shape = arl.ModelShape.from_config(model.config)
     assert arl.training_flops(shape, [32], pairs="square") == counter.get_total_flops()
     assert arl.training_flops(shape, [32], pairs="square") == 30_375_936
     masked = 3 * 2 * 2 * 2 * 64 * (32 * 32 - 32 * 33 // 2)
