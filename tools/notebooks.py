@@ -33,7 +33,6 @@ METADATA = {
     "language_info": {"name": "python"},
 }
 CELL_METADATA = ("mystnb", "tags")
-# and rtol=, atol=; `wrap` is for the style sheet: it breaks the lines of an output that is prose
 
 
 # The canonical form

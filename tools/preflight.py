@@ -22,6 +22,7 @@ from tools import export, nbcompare
 from tools.export import ROOT, cell_labels
 from tools.notebooks import Notebook, canonical, parameter, read
 
+# and rtol=, atol=, needs=; `wrap` is for the style sheet: it breaks the lines of printed prose;
 # `lesson`: a training loop, a model or a reference head that is the lesson, so shown at any length
 TAGS = {"parameters", "hide-input", "hide-output", "hide-cell", "wrap", "lesson"}
 FOLDED = {"hide-input", "hide-cell", "lesson"}
@@ -98,7 +99,7 @@ def show(paths: list[Path]) -> int:
     for path in [] if report else paths:
         if places := dict(house_faults(read(path))):
             cells = " ".join(re.findall(r"In (\[\d+\])", " ".join(places)))
-            print(f"{path.name}: too long in view or pragma: {len(places)} cells, {cells}")
+            print(f"{path.name}: {len(places)} cells too long to show, or with a pragma: {cells}")
     return int(bool(report))
 
 
