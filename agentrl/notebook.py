@@ -114,8 +114,8 @@ def draw_episode(
         text = {"ha": "center", "va": "center", "fontsize": 7.5}
         ax.text(x, y, repr(word)[1:-1], color="white" if mine else color, **text)
         if i + 1 < len(words):
-            after = bool(by_policy[i + 1])
-            ax.text(x, y - 0.6, f"{after:d}", color=COLORS["policy" if after else "padding"], **text)
+            color = COLORS["policy" if by_policy[i + 1] else "padding"]
+            ax.text(x, y - 0.6, f"{bool(by_policy[i + 1]):d}", color=color, **text)
     ax.set(xlim=(-0.6, per_line - 0.4), ylim=(-1.5 * lines + 0.5, 0.4))
     ax.axis("off")
     return fig, ax
