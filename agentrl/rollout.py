@@ -162,7 +162,7 @@ def sample_groups(
         model: a `TinyAgent`, on any device.
         env_factory: makes an environment from a task and a vocabulary, as `make_env(cfg)` does.
         cfg: has `group_size` and `temperature`, as `RolloutConfig`.
-        generator: seeds the draws, on the CPU. It gives one number per row and position, so an
+        generator: makes the draws, on the CPU. It gives one number per row and position, so an
             episode depends on neither the device nor `use_cache`, nor on the other rows.
         use_cache: keep keys and values; False runs every prefix again, to compare.
 
@@ -260,7 +260,7 @@ def evaluate(
     """Sample `episodes` episodes of each task and report how many pass.
 
     Args:
-        generator: seeds the draws; by default a new one with a fixed seed.
+        generator: makes the draws; by default a new one with a fixed seed.
         cfg: has `max_tokens` and `temperature`; by default `RolloutConfig()`.
         env_factory: called with a task and `tok`; by default the gym's environment.
 

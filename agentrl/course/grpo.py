@@ -197,8 +197,8 @@ def record_run(job: tuple[int, int, str]) -> dict[str, Any]:
 
     Returns:
         `weights` by step and name, as `policy_at` reads them; `history` of `train_rl`; `scores` on
-        the held-out tasks, (pass rate, standard error), from 128 episodes of each task
-        `trained`, from 32 `other goal` and `silent test`.
+        the held-out tasks, (pass rate, standard error), from 128 episodes of each task: `base`,
+        `trained`, and from 32 `other goal`, `silent test`.
     """
     seed, steps, scorer = job
     tok, cfg = build_tokenizer(make_tasks()), book_config(seed=seed, prompts_per_step=16)

@@ -1,7 +1,6 @@
 """Packing: plans and their certificates, round trips, and exact isolation of the segments."""
 
 import math
-import random
 import warnings
 from collections.abc import Callable
 from fractions import Fraction
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import agentrl as arl
+from benchmarks.models import causal_lm
 
 V = 11
 ATTENTION = ("mask", "segments")
@@ -67,11 +67,11 @@ def naive_plan(lengths: list[int], max_tokens: int, strategy: str) -> list[list[
     room: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         fitting = [r for r in range(len(rows)) if room[r] >= lengths[i]]
+        best = room.__getitem__ if strategy == "bfd" else None
+        r = min(fitting, key=best, default=len(rows))
         if not fitting:
             rows.append([])
             room.append(max_tokens)
-            fitting = [len(rows) - 1]
-        r = fitting[0] if strategy == "ffd" else min(fitting, key=room.__getitem__)
         rows[r].append(i)
         room[r] -= lengths[i]
     return rows
@@ -123,13 +123,7 @@ def test_bound_never_exceeds_the_optimum(instance: tuple[list[int], int]) -> Non
     assert -(-sum(lengths) // max_tokens) <= bound <= optimum(lengths, max_tokens)
 
 
-def test_bound_is_usually_the_optimum() -> None:
-    rng = random.Random(0)
-    draws = [[rng.randint(20, 100) for _ in range(8)] for _ in range(200)]
-    best = [optimum(lengths, 100) for lengths in draws]
-    tight = sum(arl.packing_bound(n, 100) == b for n, b in zip(draws, best, strict=True))
-    by_sum = sum(-(-sum(n) // 100) == b for n, b in zip(draws, best, strict=True))
-    assert by_sum < 180 < 190 < tight
+def test_bound_of_sequences_that_do_not_fit_together() -> None:
     assert arl.packing_bound([6] * 10, 10) == 10  # the sum says 6
     assert arl.packing_bound([34] * 10, 100) == 5  # two to a row; the sum says 4
     assert arl.packing_bound([51, 50], 100) == 2
@@ -164,23 +158,6 @@ def test_bound_is_the_best_of_the_families_to_the_digit(instance: tuple[list[int
     large = sum(2 * x > 1 for x in shares)
     bound = arl.packing_bound(lengths, max_tokens)
     assert type(bound) is int and bound == max(large, *map(math.ceil, [sum(shares), *sums]))
-
-
-DISTRIBUTIONS: dict[str, Callable[[torch.Generator], Tensor]] = {
-    "lognormal": lambda g: (1600 * (0.8 * torch.randn(10_000, generator=g)).exp()).clamp(1, 8192),
-    "middle": lambda g: 2048 + 4096 * torch.rand(10_000, generator=g),
-    "uniform": lambda g: 1 + 8191 * torch.rand(10_000, generator=g),
-    "long tail": lambda g: (1024 * torch.randn(10_000, generator=g).exp()).clamp(32, 8192),
-}
-
-
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_plan_is_within_a_thousandth_of_its_bound(name: str) -> None:
-    for seed in range(2):
-        lengths = DISTRIBUTIONS[name](torch.Generator().manual_seed(seed)).long()
-        bound = arl.packing_bound(lengths, 8192)
-        for strategy in ("bfd", "ffd"):
-            assert bound <= len(arl.packing_plan(lengths, 8192, strategy)) <= 1.001 * bound
 
 
 def test_fault_4_three_of_three_in_rows_of_nine() -> None:
@@ -468,12 +445,7 @@ def tiny_qwen(implementation: str) -> torch.nn.Module:
         return out.transpose(1, 2), None
 
     transformers.AttentionInterface.register("boundaries", by_boundaries)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    config = transformers.Qwen3Config(vocab_size=V, **sizes, **heads)
-    torch.manual_seed(0)
-    model = transformers.Qwen3ForCausalLM._from_config(config, attn_implementation=implementation)
-    return model.eval()
+    return causal_lm("Qwen3", implementation, vocab_size=V, hidden_size=32, head_dim=8).eval()
 
 
 @pytest.fixture(scope="module", params=["eager", "sdpa", "boundaries"])

@@ -259,13 +259,6 @@ def test_chunked_equals_full_with_gradients(B: int, T: int, chunk_size: int, see
         torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-13)
 
 
-def test_chunked_scores_the_token_at_the_same_place() -> None:
-    model, ids = tiny(), some_ids(2, 9)
-    hidden = model.hidden_states(ids[:, :-1])
-    got = arl.chunked_log_probs(hidden, model.lm_head.weight, ids[:, 1:], 3)
-    close(got, arl.sequence_log_probs(model, ids), 1e-13)
-
-
 def test_gradients_through_the_model() -> None:
     model, ids = tiny(d_model=8, n_layers=1, n_heads=2), some_ids(2, 4)
 
