@@ -223,8 +223,8 @@ def record_run(job: tuple[int, int, str]) -> dict[str, Any]:
         scores = {}
         for name, how, tasks, episodes in (
             ("trained", evaluate, heldout, 128),
-            ("other goal", evaluate, with_other_goals(heldout), 32),
-            ("silent test", silent, heldout, 32),
+            ("other goal", evaluate, with_other_goals(heldout), 16),
+            ("silent test", silent, heldout, 8),
         ):
             found = how(model, tasks, tok, episodes)
             scores[name] = (found["pass_rate"], found["stderr"])
