@@ -108,11 +108,9 @@ def test_either_the_goal_tells_two_tasks_apart_or_the_visible_tests_do():
     twins = {(t.program, t.fix[1]): t for t in TASKS}
     assert len(twins) == len(TASKS)
     for task in TASKS:
-        twin = twins[task.program, other_repair(task)]
+        twin, told = twins[task.program, other_repair(task)], task.fix[1] in gym.GOALS
         assert task.split == twin.split and task.grading != twin.grading
-        assert (
-            (task.goal != twin.goal) == (task.visible == twin.visible) == (task.fix[1] in gym.GOALS)
-        )
+        assert (task.goal != twin.goal) == (task.visible == twin.visible) == told
 
 
 # Hostile programs -----------------------------------------------------------------------------
@@ -145,35 +143,46 @@ memoryview  super  hash  pow  divmod  isinstance  Exception
 BODIES = r"""
 while True: pass\nreturn n  i = 0\nwhile i > -1: i = i + 1\nreturn n  while sum(range(99)): pass
 while 1: continue\nelse: n = n\nreturn n  for a in range(1, 10 ** 18): pass\nreturn n
-for a in range(100):\n for b in range(100):\n\tfor c in range(100): pass\nreturn n
-for a in range(99):\n for b in range(99): pass\nreturn n  for a in range(10000000): pass\nreturn n
+for a in range(100):\n for b in range(100): pass\nreturn n  for a in range(10000000): pass\nreturn n
 x = any(0 for a in range(99) for b in range(99) if a < 0)\nreturn n  x = 1\nx **= 10 ** 10\nreturn n
 g = (a for a in range(99))\nfor i in range(99): g = (b for b in g)\nx = sum(g)\nreturn n
 g = (a for a in range(99)); g = (b for a in range(99) for b in g); x = sum(1 for c in g); return n
-g = (0 for a in range(9)); x = 1 in g\nwhile 1: g = (a for a in g)\nreturn n
+g = (0 for a in range(9)); x = 1 in g\nwhile 1: g = (a for a in g)\nreturn n  pass  return (n
 x = [1]\nwhile 1: x = x + x\nreturn n  x = [1]\nfor i in range(60): x = [x, x]\nreturn n
-x = [1]\nfor i in range(60): x = [b for a in (0, 1) for b in x]\nreturn n
+x = [1]\nfor i in range(60): x = [b for a in (0, 1) for b in x]\nreturn n  g = f\nreturn g(n)
 x = 2\nwhile 1: x = x ** 64\nreturn n  x = 3\nwhile 1: x = x * x  x = 1\nwhile 1: x = x + x
-return f(n)  g = f\nreturn g(n)  any = f\nx = [a for a, f in ()]\nreturn any(n) if any(n) else n
-abs = f\nx = [1 for f in range(0)]\nreturn abs(n - 1) + abs(n - 1) if n > -40 else n
+return f(n)  any = f\nx = [a for a, f in ()]\nreturn any(n) if any(n) else n  return n == n
+abs = f\nx = [1 for f in range(0)]\nreturn abs(n - 1) + abs(n - 1) if n > -40 else n  return max
 abs = f\nx = (1 for f in range(0))\nreturn n if n == n and not abs(n) == abs(n) else abs(n)
 abs = f\nx = [1 for 𝒇 in range(0)]\nreturn n  import os\nreturn n  from os import path\nreturn n
-__import__(0)\nreturn n  n.append(1)\nreturn n  for n.x in range(2): pass\nreturn n
-print(n)\nreturn n  return eval(n)  exit()\nreturn n  _tick = max\nwhile 1: pass\nreturn n
-_binary = 1\nreturn n  __builtins__ = 1\nreturn n  ＿tick = 1\nreturn n  f = n\nreturn f
-for f in range(3): pass\nreturn n  return (lambda x: x)(n)  class A: pass\nreturn n
+__import__(0)\nreturn n  n.append(1)\nreturn n  for n.x in range(2): pass\nreturn n  return f
+print(n)\nreturn n  return eval(n)  exit()\nreturn n  _tick = max\nwhile 1: pass  f = n\nreturn f
+_binary = 1\nreturn n  __builtins__ = 1\nreturn n  ＿tick = 1\nreturn n
+for f in range(3): pass\nreturn n  return (lambda x: x)(n)  class A: pass\nreturn n  yield n
 try: x = 1\nexcept: x = 2\nreturn n  while 1:\n try:\n\twhile 1: pass\n except: pass
 try: pass\nexcept* ValueError: pass\nreturn n  return (x := n)  x: int = n\nreturn x
 return max(*n)  a, *b = 1, 2, 3\nreturn n  '''says what it does'''\nreturn n  global n\nreturn n
 global x\nx = 1\nreturn n  nonlocal x\nreturn n  x = 1\ndel x\nreturn n  del n[0]\nreturn n
-with n: pass\nreturn n  assert 1\nreturn n  raise ValueError\nreturn n  raise SystemExit
-raise KeyboardInterrupt  yield n  yield from n  await n\nreturn n  match n:\n case x: return x
-x = 1\nx += 1\nreturn n  n\nreturn n  type X = int\nreturn n  def g(): pass\nreturn n
-n[0] = 9\nreturn n  n[:] = [1]\nreturn n  for n[0] in range(3): pass\nreturn n  [x] = [1]\nreturn n
-(n[0], x) = 1, 2\nreturn n  n += [1]\nreturn n  return max  return f  return n == n
+with n: pass\nreturn n  assert 1\nreturn n  raise ValueError\nreturn n  raise KeyboardInterrupt
+yield from n  await n\nreturn n  match n:\n case x: return x  x = 1\nx += 1\nreturn n  n\nreturn n
+type X = int\nreturn n  def g(): pass\nreturn n  n[0] = 9\nreturn n  n[:] = [1]\nreturn n
+raise SystemExit  for n[0] in range(3): pass\nreturn n  (n[0], x) = 1, 2\nreturn n
 class A:\n def __eq__(self, x): return True\nreturn A()  return (x for x in n)  return (3, 1, 2)
-return range(4)  return [[3, 1, 2]]  return [n == n, n == n, n == n]  pass  return 0x1for x in n
-a, b = 1, 2, 3\nreturn n  x = y\ny = 1\nreturn n  return (n
+n += [1]\nreturn n  return [[3, 1, 2]]  return [n == n, n == n, n == n]  return 0x1for x in n
+a, b = 1, 2, 3\nreturn n  x = y\ny = 1\nreturn n  [x] = [1]\nreturn n  return range(4)
+"""
+
+
+# Whole sources: anything but one plain function f.
+SOURCES = r"""
+n  f(4)  # def f(n): return n  f = lambda n: n  x = 1; f = 1  def f(n) return n  class f: n = 1
+async def f(n): return n  import os\ndef f(n): return n  class A: pass\ndef f(n): return n
+@max\ndef f(n): return n  def f(n): return n\ndef f(n): return n  def g(n): return n
+def f(n): return g(n)\ndef g(n): return n  def f(): return 4  def f(n, m): return n
+def f(n, *, x=1): return n  def f(n, /): return n  def f(n, **x): return n  def f(*n): return n[0]
+def f(n: int): return n  def f(n: 1): return n  def f(n) -> max: return n  def f[T](n): return n
+def f(f): return f  def f(_tick): return _tick  def f(__class__): return __class__
+def f(n, g=(x for x in range(9))): return n if any(g) else n  def f(n, x=1): return n
 """
 
 
@@ -184,30 +193,18 @@ def body(text):
 HOSTILE = [
     *(body(f"x = {value}\nreturn n") for value in columns(VALUES)),
     *(body(text.replace(r"\n", "\n").replace(r"\t", "  ")) for text in columns(BODIES)),
+    *(text.replace(r"\n", "\n") for text in columns(SOURCES)),
     body("while 1:\n    " + "; ".join(["x=sorted(range(99))"] * 24) + "\nreturn n"),
     # source text that is deep or long
     *(body(f"x = {x}\nreturn n") for x in ("[" * 280 + "]" * 280, "-" * 550 + "1", "9" * 5000)),
     *(body(f"x = {x}\nreturn n") for x in (f"0x{'f' * 500} ** 64", "(1, " * 140 + ")" * 140)),
-    *(body(f"return {x}") for x in ("(" * 280 + "n" + ")" * 280, "n<" * 270 + "n", "1+" * 270)),
+    body("return 1" + "+1" * 270),
+    *(body(f"return {x}") for x in ("(" * 280 + "n" + ")" * 280, "n<" * 270 + "n")),
     "def f(n):\n" + "".join(" " * i + "if 1:\n" for i in range(1, 30)) + " " * 30 + "return g",
     *(body("return n" + " " * 100_000), body("return n  #" + "x" * gym.MAX_SOURCE)),
     body(f"{'x' * gym.MAX_SOURCE} = n\nreturn {'x' * gym.MAX_SOURCE}"),
-    # other than one plain function f
-    *("", "n", "# def f(n): return n", "f(4)", "f = lambda n: n", "x = 1; f = 1"),
-    *("class f:\n    n = 1", "def f(n) return n", "async def f(n):\n    return n"),
-    *(first + body("return n") for first in ("import os\n", "class A: pass\n", "@max\n")),
-    *(
-        "def f(n):\n    return g(n)\ndef g(n):\n    return f(n)",
-        body("return n") + "\n" + body("return n"),
-    ),
-    *(f"def {head}:\n    return n" for head in ("g(n)", "f()", "f(n, x=1)", "f(n, *, x=1)")),
-    *(f"def {head}:\n    return n" for head in ("f(n, /)", "f(n, **x)", "f(n: int)", "f(n: 1)")),
-    *(f"def {head}:\n    return n" for head in ("f(n) -> max", "f[T](n)", "f(n, m)")),
-    "def f(*n):\n    return n[0]",
-    *(f"def f({name}):\n    return {name}" for name in ("f", "_tick", "__class__")),
-    "def f(n, g=(x for x in range(9))):\n    return n if any(g) else n",
     # text that Python's own parser trips over
-    *(body("return n") + "\0", "def f(n):\n    return\0 n", body("return n  # \ud800")),
+    *("", body("return n") + "\0", "def f(n):\n    return\0 n", body("return n  # \ud800")),
     *(body("\udc80 = n\nreturn n"), body("return \ufeff n"), body("return n\\")),
     "# -*- coding: utf-7 -*-\n" + body("+AC0-return n"),
 ]
@@ -326,15 +323,12 @@ def test_random_text_never_raises(text, head):
     assert len(verdicts) == 2 and all(type(v) is bool for v in verdicts)
 
 
-numbers = st.integers(-20, 20)
-
-
 @settings(max_examples=400)
 @given(some_task, st.data())
 def test_the_sandbox_equals_plain_python(task, data):
+    numbers, source = st.integers(-20, 20), replaced(task, task.fix[1])
     lists = st.lists(numbers, max_size=6).map(tuple)
     args = tuple(data.draw(lists if p == "xs" else numbers) for p in task.params)
-    source = replaced(task, task.fix[1])
     expected = plain(source, args)
     assert run_tests(source, [(args, expected)]) == [expected is not None]
 
@@ -432,16 +426,14 @@ MALFORMED = """
 <pad>  <bos>  <end>  ok  t1  error  return  'sum  +  EDIT LOOK TEST  EDIT - <end>  EDIT - 'sum
 EDIT * +  EDIT - t1  EDIT EDIT EDIT  EDIT SUBMIT SUBMIT  EDIT <pad> <pad>  EDIT 'sum +  EDIT b a
 """
-UNKNOWN = (-1, -len(TOK), len(TOK), len(TOK) + 1, 10**12)
+ACTIONS = [TOK.encode(text.split(" ")) for text in columns(MALFORMED)]
+for unknown in (-1, -len(TOK), len(TOK), len(TOK) + 1, 10**12):
+    ACTIONS += [[unknown], [*TOK.encode(["EDIT", "-"]), unknown]]
 
 
-@pytest.mark.parametrize(
-    "action",
-    [*(TOK.encode(text.split(" ")) for text in columns(MALFORMED))]
-    + [action for i in UNKNOWN for action in ([i], [*TOK.encode(["EDIT", "-"]), i])],
-)
+@pytest.mark.parametrize("action", ACTIONS)
 def test_a_malformed_action_costs_its_tokens_and_gets_an_error(action):
-    env = BugFixEnv(own(program=(*["return", "a", "-", "b", "+", "b", "-", "0"],)), TOK)
+    env = BugFixEnv(own(program=("return", "a", "-", "b", "+", "b", "-", "0")), TOK)
     answers = [env.step(token) for token in action]
     assert answers == [([], False)] * (len(action) - 1) + [(TOK.encode(["error", "<end>"]), False)]
     assert env.program == list(env.task.program)
@@ -485,19 +477,15 @@ def test_an_episode_ends_at_exactly_max_tokens(task, max_tokens, tokens):
     assert submitted or (used, env.reward) == (max_tokens, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("max_tokens", "text", "last", "reward"),
-    [
-        (7, "LOOK", ["return", "a"], 0.0),  # prompt 4, LOOK 1, and 2 of the answer's 5
-        (9, "EDIT - +", ["done", "<end>"], 0.0),  # prompt 4, EDIT 3, and its answer 2
-        (10, "EDIT - + SUBMIT", [], 1.0),  # a submission with the last token counts
-        (5, "SUBMIT", [], 0.0),
-    ],
-)
-def test_where_an_episode_is_cut(max_tokens, text, last, reward):
-    env = BugFixEnv(SUM_TWO, TOK, max_tokens)
-    assert say(env, text)[-1] == last
-    assert (env.done, env.reward, env.info["truncated"]) == (True, reward, "SUBMIT" not in text)
+@pytest.mark.parametrize(("max_tokens", "text"), [(7, "LOOK"), (9, "EDIT - +"), (5, "SUBMIT")])
+def test_where_an_episode_is_cut(max_tokens, text):
+    env = BugFixEnv(SUM_TWO, TOK, max_tokens)  # the prompt has 4 tokens
+    last = {"LOOK": ["return", "a"], "EDIT - +": ["done", "<end>"], "SUBMIT": []}[text]
+    assert say(env, text)[-1] == last, "the answer is cut where the episode is"
+    assert (env.done, env.reward, env.info["truncated"]) == (True, 0.0, text != "SUBMIT")
+    env = BugFixEnv(SUM_TWO, TOK, 10)
+    say(env, "EDIT - + SUBMIT")
+    assert (env.reward, env.info["truncated"]) == (1.0, False), "the last token counts"
     assert BugFixEnv(SUM_TWO, TOK).max_tokens == gym.EnvConfig().max_tokens == 256
 
 
@@ -548,11 +536,8 @@ def run_script(task, seed=0, **chances):
     return taken, env.reward
 
 
-chances = st.lists(st.floats(0, 1), min_size=5, max_size=5)
-
-
 @settings(max_examples=100)
-@given(some_task, st.integers(0, 99), chances)
+@given(some_task, st.integers(0, 99), st.tuples(*[st.floats(0, 1)] * 5))
 def test_a_script_plays_legal_actions_and_the_same_ones_again(task, seed, chances):
     episodes = []
     for env in (BugFixEnv(task, TOK), BugFixEnv(task, TOK)):
