@@ -5,12 +5,21 @@ BIN := .venv/bin
 HTML := _build/html
 export OMP_NUM_THREADS ?= 1
 
+# For pip, as in PIP_ARGS="--index-url URL"
+PIP_ARGS ?=
 # What the tests of the helpers need
 HELPERS := ^(hypothesis|nbformat|nbval|pytest|ruff)=
 
-.PHONY: book test test-helpers run bench export size pdf dist serve clean
+PYTEST := -m pytest -n logical --maxprocesses 4 --dist loadscope
+# Rounding under these settings differs from that of the machine's own kernels
+FOREIGN := MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
+KERNELS := "OMP_NUM_THREADS=1" "$(FOREIGN)" \
+  "MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2" \
+  "MKL_ENABLE_INSTRUCTIONS=SSE4_2 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41"
 
-book: .venv/stamp  ## build the HTML from the committed outputs
+.PHONY: book test test-kernels test-helpers run bench peers export size pdf dist serve clean
+
+book: .venv/book  ## build the HTML from the committed outputs
 	$(BIN)/jupyter-book build . -W -n --keep-going || { rm -rf _build/.doctrees; exit 1; }
 
 test: .venv/stamp  ## everything that CI checks
@@ -18,7 +27,13 @@ test: .venv/stamp  ## everything that CI checks
 	$(BIN)/ruff format --check
 	$(BIN)/python -m tools.export --check
 	$(BIN)/python -m tools.notebooks check
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadscope
+	$(BIN)/python $(PYTEST) --durations=10
+	$(FOREIGN) $(BIN)/python $(PYTEST) chapters/07-*.ipynb chapters/11-*.ipynb
+
+test-kernels: .venv/stamp  ## name each cell that other math kernels change: an hour
+	@failed=0; for kernels in $(KERNELS); do echo "$$kernels"; \
+	  env $$kernels $(BIN)/python $(PYTEST) -q chapters | sed -n 's/^\(FAILED\|ERROR\)/  &/p'; \
+	  [ $${PIPESTATUS[0]} = 0 ] || failed=1; done; exit $$failed
 
 # make run CHAPTER=04 SEEDS=0,1 runs one chapter with a parameter of its own
 run: .venv/stamp  ## execute the chapters and refresh the committed outputs
@@ -57,8 +72,33 @@ serve: book  ## show the book at http://localhost:8000
 clean:  ## remove what was built, the environment too
 	rm -rf _build .venv build dist *.egg-info
 
-.venv/stamp: requirements.txt pyproject.toml
-	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	$(BIN)/pip install -r requirements.txt
-	$(BIN)/pip install --no-build-isolation --no-deps -e . verl==0.9.1
+peers: .venv/peers  ## install the trainers that chapter 11 audits
+
+NO_PIP := pip did not finish. Is there a network? What was installed is kept: start make again.
+
+.venv/book: requirements-book.txt
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv || \
+	  { echo "$(PYTHON) makes no environment: install its venv module (python3-venv)"; exit 1; }
+	$(BIN)/pip install -r requirements-book.txt || { echo "$(NO_PIP)"; exit 1; }
+	touch $@
+
+# A torch that is there and in the range of pyproject.toml is kept.
+.venv/stamp: .venv/book requirements.txt pyproject.toml
+	@$(BIN)/python -c 'import tomllib; from importlib.metadata import version; \
+	  from packaging.requirements import Requirement as R; \
+	  torch = R(tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"][0]); \
+	  assert version("torch") in torch.specifier' 2>/dev/null || { \
+	  echo "PyTorch comes next. On Linux pip takes the CUDA build: a download of some 3 GB, and twice"; \
+	  echo "that on disk. The CPU build is 0.2 GB. To have it, stop here (Ctrl-C) and start make with"; \
+	  echo 'PIP_ARGS="--index-url URL", the URL that pytorch.org/get-started/locally shows for CPU.'; \
+	  $(BIN)/pip install $(PIP_ARGS) $$(grep '^torch==' requirements.txt) || \
+	  { echo "$(NO_PIP)"; exit 1; }; }
+	$(BIN)/pip install -r requirements-book.txt \
+	  $$(sed -n '/^torch==/d; s/^\([a-z][^ ]*==[^ ]*\).*/\1/p' requirements.txt) || \
+	  { echo "$(NO_PIP)"; exit 1; }
+	$(BIN)/pip install --no-build-isolation --no-deps -e .
+	touch $@
+
+.venv/peers: .venv/stamp requirements-peers.txt
+	$(BIN)/pip install --no-deps -r requirements-peers.txt || { echo "$(NO_PIP)"; exit 1; }
 	touch $@

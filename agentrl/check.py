@@ -76,7 +76,7 @@ def number(
     above: float | None = None,
 ) -> float:
     """Return a finite number between `least` and `most`, and greater than `above`."""
-    plain = value.item() if hasattr(value, "item") and not getattr(value, "ndim", 0) else value
+    plain = _plain(value)
     if isinstance(plain, bool) or not isinstance(plain, int | float):
         raise TypeError(f"{name} must be a number, got {value!r}")
     if not math.isfinite(plain):
@@ -98,7 +98,8 @@ def numbers(
         values = _listed(name, values, "numbers")
         for i, value in enumerate(values):
             if not isinstance(value, bool | int | float):
-                values[i] = number(f"{name}[{i}]", value)
+                plain = _plain(value)
+                values[i] = plain if isinstance(plain, bool) else number(f"{name}[{i}]", plain)
         values = torch.tensor(values, dtype=torch.float64)
     not_empty(name, values)
     if values.ndim != 1 or values.is_complex():
@@ -226,6 +227,11 @@ def _listed(name: str, values: Any, kind: str) -> list[Any]:
         raise TypeError(f"{name} must be {kind} in a sequence, got {values!r}")
     not_empty(name, found)
     return found
+
+
+def _plain(value: Any) -> Any:
+    """Take a number out of an array or a tensor of one entry."""
+    return value.item() if math.prod(getattr(value, "shape", (0,))) == 1 else value
 
 
 def _readable(value: Tensor) -> bool:

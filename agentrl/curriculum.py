@@ -4,16 +4,8 @@
 Which rollouts never produce a gradient, and can we avoid paying for them?
 """
 
-import concurrent.futures
-import dataclasses
-import importlib
 import math
-import multiprocessing
-import numbers
-import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,32 +13,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from agentrl.grpo import (
-    RLConfig,
-    _adam,
-    _plain_numbers,
-    _resume,
-    _save,
-    draw_tasks,
-    make_rl_base,
-    rl_update,
-    zero_advantage_groups,
-)
-from agentrl.gym import Task, Tokenizer, build_tokenizer, make_env, make_tasks
-from agentrl.notebook import progress
-from agentrl.rollout import Trajectory, evaluate, sample_groups
+from agentrl import check
+from agentrl.grpo import RLConfig, draw_tasks, train_rl, zero_advantage_groups
+from agentrl.gym import Task, Tokenizer, make_env
+from agentrl.rollout import Trajectory, sample_groups
 
 __all__ = [
-    "ESTIMATES",
-    "SAMPLINGS",
-    "Group",
     "draw_weighted",
     "estimate_pass_rate",
     "expected_groups_per_kept",
     "fill_groups",
     "filter_by_pass_rate",
-    "run_arm",
-    "run_arms",
     "train_curriculum",
 ]
 
@@ -54,23 +31,12 @@ _T = TypeVar("_T")
 
 
 def expected_groups_per_kept(p: float, n: int) -> float:
-    """Return how many groups are sampled, on average, per group with unequal rewards.
+    """Return how many groups of n are sampled, on average, per group with unequal rewards.
 
-    Args:
-        p: pass rate of the task.
-        n: episodes per group.
-
-    Returns:
-        1 / (1 - p^n - (1-p)^n), a geometric mean waiting time; infinite if no group can have both
-        outcomes.
-
-    Raises:
-        ValueError: if p is not in [0, 1] or n is below 1.
+    At pass rate p that is 1 / (1 - p^n - (1-p)^n), a geometric mean waiting time; infinite if no
+    group can have both outcomes.
     """
-    if not 0 <= p <= 1:
-        raise ValueError(f"p = {p} is not in [0, 1]")
-    if n < 1:
-        raise ValueError(f"n = {n} must be at least 1")
+    p, n = check.number("p", p, 0, 1), check.integer("n", n)
     q = min(p, 1 - p)
     if n == 1 or q == 0:
         return math.inf
@@ -78,26 +44,17 @@ def expected_groups_per_kept(p: float, n: int) -> float:
     return 1 / (-math.expm1(n * math.log1p(-q)) - q**n)
 
 
-def _check_rewards(name: str, rewards: Sequence[float]) -> None:
-    for index, reward in enumerate(rewards):
-        if not 0 <= reward <= 1:
-            raise ValueError(f"{name}[{index}] = {reward} is not in [0, 1]")
-
-
-def _inside(rate: Any, low: float, high: float) -> bool:
+def _inside(name: str, rate: Any, low: float, high: float) -> bool:
     """Decide for one task; `rate` is a number in [0, 1], or the rewards of episodes."""
-    if isinstance(rate, numbers.Real):
-        if not 0 <= rate <= 1:
-            raise ValueError(f"{rate} is not in [0, 1]")
-        return bool(low < rate < high)
-    rewards = [float(reward) for reward in rate]
-    if not rewards or not all(map(math.isfinite, rewards)):
-        raise ValueError(f"{rewards} is not a group of finite rewards")
+    rate = rate.tolist() if hasattr(rate, "tolist") else rate
+    if isinstance(rate, int | float):
+        return low < check.number(name, rate, 0, 1) < high
+    rewards = check.numbers(name, rate).tolist()
     if low < 0 and high > 1:
         return True
     if min(rewards) == max(rewards) and rewards[0] not in (0.0, 1.0):
         return False  # no variance, whatever the mean
-    _check_rewards("rewards", rewards)
+    check.numbers(name, rewards, 0, 1)
     return low < sum(map(Fraction, rewards)) / len(rewards) < high  # exact, no rounding
 
 
@@ -116,10 +73,6 @@ def filter_by_pass_rate(
             else equal ones are dropped whatever their value, and others, all in [0, 1], judged by
             their mean.
         low, high: the bounds; below 0 and above 1 they keep every task.
-
-    Raises:
-        ValueError: naming a rate that is missing or none, or a reward outside [0, 1] in a group
-            that is judged by its mean; if there are more or fewer rates than tasks, or low >= high.
     """
     if not low < high:
         raise ValueError(f"low = {low} must be below high = {high}")
@@ -129,176 +82,150 @@ def filter_by_pass_rate(
             raise ValueError(f"pass_rates has no entry for {missing[0]!r}")
         pass_rates = [pass_rates[task.name] for task in tasks]
     if len(pass_rates) != len(tasks):
-        raise ValueError(f"{len(pass_rates)} pass rates for {len(tasks)} tasks")
-    kept = []
-    for index, (task, rate) in enumerate(zip(tasks, pass_rates, strict=True)):
-        try:
-            if _inside(rate.tolist() if hasattr(rate, "tolist") else rate, low, high):
-                kept.append(task)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"pass_rates[{index}]: {error}") from None
-    return kept
+        raise ValueError(f"{len(pass_rates)} pass_rates for {len(tasks)} tasks")
+    inside = (_inside(f"pass_rates[{i}]", rate, low, high) for i, rate in enumerate(pass_rates))
+    return [task for task, keep in zip(tasks, inside, strict=True) if keep]
 
 
-ESTIMATES = ("last", "mean3", "beta")
-SAMPLINGS = ("filter", "proportional", "dynamic")
+_ESTIMATES = ("last", "mean3", "beta")
 _MEMORY = 16  # groups remembered per task; in `beta`, the first of them counts 2**-15
 
 
 def estimate_pass_rate(groups: Sequence[Sequence[float]], how: str = "last") -> float:
-    """Estimate a task's pass rate from its groups.
+    """Estimate a task's pass rate from its groups, oldest first; 0.5 without any.
 
     Args:
-        groups: rewards in [0, 1], oldest group first; there may be no group.
-        how: one of `ESTIMATES`; 0.5 without groups in each.
-
-    Raises:
-        ValueError: for another `how`, or naming a group without rewards or a reward outside [0, 1].
+        groups: of rewards in [0, 1].
+        how: `last` is the mean of the last group; `mean3` that of the last three means, missing
+            ones counted as 0.5; `beta` that of a Beta posterior with a uniform prior, where each
+            group counts half of the next one.
     """
-    if how not in ESTIMATES:
-        raise ValueError(f"estimate must be one of {ESTIMATES}, got {how!r}")
-    for index, rewards in enumerate(groups):
-        if not len(rewards):
-            raise ValueError(f"groups[{index}] = {rewards} has no rewards")
-        _check_rewards(f"groups[{index}]", rewards)
+    check.one_of("how", how, _ESTIMATES)
+    seen = [
+        check.numbers(f"groups[{i}]", rewards, 0, 1).tolist() for i, rewards in enumerate(groups)
+    ]
     if how == "beta":
         passed = failed = 0.0
-        for rewards in groups:
+        for rewards in seen:
             passed = passed / 2 + sum(rewards)
             failed = failed / 2 + len(rewards) - sum(rewards)
         return (1 + passed) / (2 + passed + failed)
     window = 3 if how == "mean3" else 1
-    means = [0.5] * window + [sum(rewards) / len(rewards) for rewards in groups]
+    means = [0.5] * window + [sum(rewards) / len(rewards) for rewards in seen]
     return sum(means[-window:]) / window
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """How a curriculum picks its tasks; the arguments of `train_curriculum`, checked."""
-
-    low: float
-    high: float
-    revisit: int
-    estimate: str
-    sampling: str
-    max_groups: int
-
-    def __post_init__(self) -> None:
-        _plain_numbers(self)
-        if self.sampling not in SAMPLINGS:
-            raise ValueError(f"sampling must be one of {SAMPLINGS}, got {self.sampling!r}")
-        if self.revisit < 0:
-            raise ValueError(f"revisit = {self.revisit} must not be negative")
-        if self.max_groups < 1:
-            raise ValueError(f"max_groups = {self.max_groups} must be at least 1")
-        start = filter_by_pass_rate(
-            [0], [estimate_pass_rate([], self.estimate)], self.low, self.high
-        )
-        if self.sampling == "filter" and not start and not self.revisit:
-            raise ValueError(
-                f"({self.low}, {self.high}) leaves out the start 0.5, and revisit is 0"
-            )
 
 
 def draw_weighted(weights: Sequence[float], count: int, generator: torch.Generator) -> list[int]:
     """Draw different indices in proportion to weights, one by one (Efraimidis & Spirakis 2006).
 
-    Returns:
-        `count` indices, or as many as have a positive weight.
-
-    Raises:
-        ValueError: for a negative `count`, or naming a weight that is negative or not finite.
+    There are `count` of them, or as many as have a positive weight.
     """
-    if count < 0:
-        raise ValueError(f"count = {count} must not be negative")
-    for index, weight in enumerate(weights):
-        if not 0 <= weight < math.inf:
-            raise ValueError(f"weights[{index}] = {weight} is negative or not finite")
+    weights, count = check.numbers("weights", weights, least=0), check.integer("count", count, 0)
     uniform = torch.rand(len(weights), generator=generator, dtype=torch.float64)
-    keys = uniform.log() / torch.tensor(weights, dtype=torch.float64)  # -inf at weight 0
-    order = keys.argsort(descending=True, stable=True).tolist()
-    return [index for index in order if weights[index] > 0][:count]
-
-
-def _choose(
-    rates: Sequence[float], count: int, rule: _Rule, generator: torch.Generator
-) -> tuple[list[int], int, str]:
-    """Pick the tasks of a step by index, revisits last; how many those are; a reason if any."""
-    if rule.sampling == "proportional":
-        chosen = draw_weighted([rate * (1 - rate) for rate in rates], count, generator)
-        return chosen, 0, "" if chosen else "every weight is 0"
-    indices = list(range(len(rates)))
-    pool = filter_by_pass_rate(indices, rates, rule.low, rule.high)
-    outside = sorted(set(indices) - set(pool))
-    # No draw is made for nothing: with every task in the pool, the generator runs as in `train_rl`.
-    chosen = draw_tasks(pool, count, generator) if pool else []
-    revisits = draw_tasks(outside, rule.revisit, generator) if rule.revisit and outside else []
-    reason = "" if pool else f"the pool is empty: {len(revisits)} revisited"
-    return chosen + revisits, len(revisits), reason
-
-
-Group = Sequence[Trajectory]
+    keys = uniform.log() / weights.cpu()  # -inf at weight 0
+    order = keys.argsort(descending=True, stable=True)
+    return order[weights.cpu()[order] > 0][:count].tolist()
 
 
 def fill_groups(
-    sample: Callable[[int], Sequence[Group]], want: int, max_groups: int
-) -> tuple[list[Group], list[Group], str]:
-    """Sample until enough groups have unequal rewards, or the budget is spent (dynamic sampling).
+    sample: Callable[[int], Sequence[Sequence[Trajectory]]], want: int, max_groups: int
+) -> tuple[list[Sequence[Trajectory]], list[Sequence[Trajectory]], str]:
+    """Sample until `want` groups have unequal rewards, or `max_groups` are sampled.
 
     Args:
-        sample: returns that many new groups.
-        want: groups with unequal rewards to collect.
-        max_groups: the budget: groups to sample at most.
+        sample: returns that many new groups; their rewards are finite.
 
     Returns:
         The kept groups, all sampled groups, and the reason for stopping short; '' if it did not.
-
-    Raises:
-        ValueError: if `sample` returns another number of groups than asked for.
     """
-    kept: list[Group] = []
-    sampled: list[Group] = []
+    check.integer("want", want)
+    check.integer("max_groups", max_groups)
+    kept: list[Sequence[Trajectory]] = []
+    sampled: list[Sequence[Trajectory]] = []
     while len(kept) < want and len(sampled) < max_groups:
         count = min(want - len(kept), max_groups - len(sampled))
         groups = sample(count)
         if len(groups) != count:
             raise ValueError(f"sample({count}) returned {len(groups)} groups")
-        sampled += groups
-        kept += [group for group in groups if len({float(t.reward) for t in group}) > 1]
+        for group in groups:
+            rewards = check.numbers(f"groups[{len(sampled)}]", [traj.reward for traj in group])
+            sampled.append(group)
+            if rewards.min() < rewards.max():
+                kept.append(group)
     short = f"budget of {max_groups} groups spent, {len(kept)} of {want} kept"
     return kept, sampled, "" if len(kept) == want else short
 
 
-def _sample(
-    model: nn.Module,
-    tasks: Sequence[Task],
-    tok: Tokenizer,
-    cfg: RLConfig,
-    groups: list[list[list[float]]],
-    rule: _Rule,
-    generator: torch.Generator,
-) -> tuple[list[Trajectory], list[Trajectory], int, str]:
-    """Sample a step and note its rewards in `groups`: (kept, sampled, revisits, reason)."""
+def _choose(
+    rates: Sequence[float], count: int, rule: dict[str, Any], generator: torch.Generator
+) -> tuple[list[int], list[int]]:
+    """Pick the tasks of a step by index: those of the pool, and those revisited."""
+    if rule["sampling"] == "proportional":
+        return draw_weighted([rate * (1 - rate) for rate in rates], count, generator), []
+    indices = list(range(len(rates)))
+    pool = filter_by_pass_rate(indices, rates, rule["low"], rule["high"])
+    outside = sorted(set(indices) - set(pool))
+    # No draw is made for nothing: with every task in the pool, the generator runs as in `train_rl`.
+    chosen = draw_tasks(pool, count, generator) if pool else []
+    again = rule["revisit"] if outside else 0
+    return chosen, draw_tasks(outside, again, generator) if again else []
 
-    def sample(chosen: Sequence[int]) -> list[list[Trajectory]]:
-        drawn = [tasks[index] for index in chosen]
-        trajs = sample_groups(model, make_env(cfg), drawn, tok, cfg, generator)
-        found = [trajs[i : i + cfg.group_size] for i in range(0, len(trajs), cfg.group_size)]
-        for index, group in zip(chosen, found, strict=True):
-            groups[index] = [*groups[index], [traj.reward for traj in group]][-_MEMORY:]
-        return found
 
-    if rule.sampling == "dynamic":
-        indices = list(range(len(tasks)))
-        want = min(cfg.prompts_per_step, len(tasks))
-        kept, sampled, reason = fill_groups(
-            lambda count: sample(draw_tasks(indices, count, generator)), want, rule.max_groups
-        )
-        return [t for g in kept for t in g], [t for g in sampled for t in g], 0, reason
-    rates = [estimate_pass_rate(seen, rule.estimate) for seen in groups]
-    chosen, revisits, reason = _choose(rates, cfg.prompts_per_step, rule, generator)
-    trajs = [traj for group in sample(chosen) for traj in group] if chosen else []
-    return trajs, trajs, revisits, reason
+class _ByPassRate:
+    """A sampler for `train_rl` that chooses tasks by pass rate; its state is their last groups."""
+
+    def __init__(self, tasks: int, rule: dict[str, Any]) -> None:
+        self.rule, self.state = rule, {"groups": [[] for _ in range(tasks)]}
+        self.record: dict[str, Any] = {}
+
+    def __call__(
+        self,
+        model: nn.Module,
+        tasks: Sequence[Task],
+        tok: Tokenizer,
+        cfg: RLConfig,
+        generator: torch.Generator,
+    ) -> list[Trajectory]:
+        rule, groups, size, self.record = self.rule, self.state["groups"], cfg.group_size, {}
+
+        def sample(chosen: Sequence[int]) -> list[list[Trajectory]]:
+            drawn = [tasks[index] for index in chosen]
+            trajs = sample_groups(model, make_env(cfg), drawn, tok, cfg, generator)
+            found = [trajs[i : i + size] for i in range(0, len(trajs), size)]
+            for index, group in zip(chosen, found, strict=True):
+                groups[index] = [*groups[index], [traj.reward for traj in group]][-_MEMORY:]
+            return found
+
+        if rule["sampling"] == "dynamic":
+            indices, want = list(range(len(tasks))), min(cfg.prompts_per_step, len(tasks))
+            kept, sampled, reason = fill_groups(
+                lambda count: sample(draw_tasks(indices, count, generator)),
+                want,
+                rule["max_groups"],
+            )
+            found, paid = kept or sampled, [traj for group in sampled for traj in group]
+            rewards = [traj.reward for traj in paid]
+            self.record |= {
+                "episodes": len(paid),
+                "tokens": sum(len(traj.ids) for traj in paid),
+                "reward": sum(rewards) / len(paid),
+                "zero_advantage": zero_advantage_groups(rewards, size).double().mean().item(),
+            }
+        else:
+            rates = [estimate_pass_rate(seen, rule["estimate"]) for seen in groups]
+            chosen, revisited = _choose(rates, cfg.prompts_per_step, rule, generator)
+            found = sample(chosen + revisited) if chosen + revisited else []
+            empty = f"the pool is empty: {len(revisited)} revisited"
+            if rule["sampling"] == "proportional":
+                empty = "every weight is 0"
+            reason = "" if chosen else empty
+            if revisited:
+                rewards = [traj.reward for group in found[len(chosen) :] for traj in group]
+                zero = int(zero_advantage_groups(rewards, size).sum())
+                self.record |= {"revisits": len(revisited), "zero_advantage_revisits": zero}
+        if reason:
+            self.record["reason"] = reason
+        return [traj for group in found for traj in group]
 
 
 def train_curriculum(
@@ -324,136 +251,31 @@ def train_curriculum(
         low, high: a task is in the pool if its estimate is strictly between; -1 and 2 keep every
             task, and the run is that of `train_rl`, bit for bit.
         revisit: tasks from outside the pool per step, beside `cfg.prompts_per_step` from inside.
-        estimate: from a task's last groups, one of `ESTIMATES`; starts at 0.5.
+        estimate: from a task's last groups, as in `estimate_pass_rate`; starts at 0.5.
         sampling: `filter` as above; `proportional` to p(1-p), without a pool; `dynamic` samples all
             tasks until `cfg.prompts_per_step` groups, or as many as there are tasks, have unequal
             rewards.
         max_groups: the most that `dynamic` samples per step; by default 3 `cfg.prompts_per_step`.
-        checkpoint, checkpoint_every: as in `train_rl`; the file also holds the estimates.
-        on_step: called after each step with the model and the history; a true value ends the run,
-            which its checkpoint remembers.
+        checkpoint, checkpoint_every, on_step: as in `train_rl`; the file also holds the groups.
 
     Returns:
         Per step the record of `train_rl`, over all sampled episodes; where tasks were revisited,
-        `revisits` and how many of their groups were silent, `silent_revisits`; and a `reason` where
-        the pool was empty, the budget of `dynamic` did not suffice, or the run ended early.
-
-    Raises:
-        ValueError: for an argument out of range, or a checkpoint of another run.
+        `revisits` and `zero_advantage_revisits`, how many of their groups had no gradient; and a
+        `reason` where the pool was empty or the budget of `dynamic` did not suffice.
     """
-    if checkpoint_every < 1:
-        raise ValueError(f"checkpoint_every = {checkpoint_every} must be at least 1")
-    if not tasks:
-        raise ValueError("tasks is empty: there is nothing to sample")
-    max_groups = 3 * cfg.prompts_per_step if max_groups is None else max_groups
-    rule = _Rule(low, high, revisit, estimate, sampling, max_groups)
-    generator = torch.Generator().manual_seed(cfg.seed)
-    parts = model, _adam(model, cfg), generator
-    run = {"cfg": dataclasses.asdict(cfg), "tasks": [task.name for task in tasks]}
-    run |= {"rule": dataclasses.asdict(rule)}
-    path = None if checkpoint is None else Path(checkpoint)
-    state = _resume(path, run, steps, parts)
-    history, groups = state.get("history", []), state.get("groups", [[] for _ in tasks])
-    if state.get("ended"):
-        return history
-    for step in progress(range(len(history), steps), desc="train_curriculum"):
-        kept, trajs, revisits, reason = _sample(model, tasks, tok, cfg, groups, rule, generator)
-        if not trajs:  # no group, no new estimate: it would stay so for ever
-            history[-1]["reason"] = f"stopped after {step} of {steps} steps: {reason}"
-            if path is not None:
-                _save(path, parts, history=history, groups=groups, **run)
-            break
-        stats = rl_update(model, parts[1], kept or trajs, cfg)
-        rewards = torch.tensor([traj.reward for traj in trajs], dtype=torch.float64)
-        silent = zero_advantage_groups(rewards, cfg.group_size)
-        stats["zero_advantage"] = silent.double().mean().item()
-        if revisits:
-            stats |= {"revisits": revisits, "silent_revisits": int(silent[-revisits:].sum())}
-        reward = sum(traj.reward for traj in trajs) / len(trajs)
-        tokens = sum(len(traj.ids) for traj in trajs)
-        history.append({"episodes": len(trajs), "tokens": tokens, "reward": reward, **stats})
-        if reason:
-            history[-1]["reason"] = reason
-        ended = bool(on_step and on_step(model, history))
-        if ended and not reason and step + 1 < steps:
-            history[-1]["reason"] = f"on_step ended the run after {step + 1} of {steps} steps"
-        if path is not None and ((step + 1) % checkpoint_every == 0 or ended or step + 1 == steps):
-            _save(path, parts, history=history, groups=groups, ended=ended, **run)
-        if ended:
-            break
-    return history
-
-
-def run_arm(job: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Train from the base policy on the training tasks, and score on the held-out ones.
-
-    Args:
-        job: `cfg`, the fields of an `RLConfig` as a dictionary; `steps`, the most there can be; and
-            optionally `budget`, episodes after which the run ends; `score_every`, episodes between
-            scores on the way; `device`; and arguments of `train_curriculum`, but no checkpoint.
-
-    Returns:
-        `history`, as of `train_curriculum`, and `scores`: `episodes` spent, the `pass_rate` from
-        32 episodes of each task, and its `stderr`; the last one at the end of the run.
-
-    Raises:
-        ValueError: for a `checkpoint`, or what `RLConfig` and `train_curriculum` refuse.
-    """
-    if "checkpoint" in job:
-        raise ValueError("checkpoint: a resumed run would lack the scores of its first part")
-    ours = ("cfg", "steps", "budget", "score_every", "device")
-    options = {key: value for key, value in job.items() if key not in ours}
-    tok = build_tokenizer(make_tasks())
-    model = make_rl_base(tok).to(job.get("device", "cpu"))
-    every = job.get("score_every", math.inf)
-    scores: list[dict[str, float]] = []
-
-    def score(spent: int) -> None:
-        result = evaluate(model, make_tasks("heldout"), tok, episodes=32)
-        scores.append({"episodes": spent, **{k: result[k] for k in ("pass_rate", "stderr")}})
-
-    def on_step(_: nn.Module, history: list[dict[str, Any]]) -> bool:
-        spent = sum(step["episodes"] for step in history)
-        end = spent >= job.get("budget", math.inf)
-        before = spent - history[-1]["episodes"]
-        if end or len(history) == job["steps"] or spent // every > before // every:
-            score(spent)
-        return end
-
-    cfg = RLConfig(**job["cfg"])
-    train = make_tasks("train")
-    history = train_curriculum(model, train, tok, cfg, job["steps"], **options, on_step=on_step)
-    spent = sum(step["episodes"] for step in history)
-    if spent and (not scores or scores[-1]["episodes"] < spent):  # the pool ran empty
-        score(spent)
-    return {"history": history, "scores": scores}
-
-
-def _one_thread() -> None:
-    """Prepare a worker process."""
-    os.environ["AGENTRL_PROGRESS"] = "0"  # the bar is the parent's
-    torch.set_num_threads(1)
-    parent = multiprocessing.parent_process()
-    # Without this a worker outlives a parent that is killed.
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-
-
-def run_arms(
-    jobs: Sequence[Mapping[str, Any]], workers: int | None = None
-) -> list[dict[str, list[dict[str, Any]]]]:
-    """Do `run_arm` for each job in processes of their own; results in the order of the jobs.
-
-    Args:
-        workers: processes; by default one per CPU core, at most 8. Results do not depend on it.
-
-    Raises:
-        ValueError: if workers < 1, or for a job that `run_arm` refuses.
-    """
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers = {workers} must be at least 1")
-    workers = max(1, min(len(jobs), workers or min(os.cpu_count() or 1, 8)))
-    spawn = multiprocessing.get_context("spawn")  # a forked child may not use CUDA
-    # By its name in the package: a new process cannot import what a notebook has defined.
-    ours = importlib.import_module("agentrl.curriculum")
-    with concurrent.futures.ProcessPoolExecutor(workers, spawn, ours._one_thread) as pool:
-        return list(progress(pool.map(ours.run_arm, jobs), desc="runs", total=len(jobs)))
+    check.one_of("sampling", sampling, ("filter", "proportional", "dynamic"))
+    check.one_of("estimate", estimate, _ESTIMATES)
+    budget = 3 * cfg.prompts_per_step if max_groups is None else max_groups
+    rule = {
+        "low": float(low),
+        "high": float(high),
+        "revisit": check.integer("revisit", revisit, 0),
+        "estimate": estimate,
+        "sampling": sampling,
+        "max_groups": check.integer("max_groups", budget),
+    }
+    start = filter_by_pass_rate([0], [estimate_pass_rate([], estimate)], low, high)
+    if sampling == "filter" and not start and not revisit:
+        raise ValueError(f"low = {low}, high = {high} leave out the start 0.5, and revisit is 0")
+    run = {"checkpoint": checkpoint, "checkpoint_every": checkpoint_every, "on_step": on_step}
+    return train_rl(model, tasks, tok, cfg, steps, sampler=_ByPassRate(len(tasks), rule), **run)

@@ -8,12 +8,11 @@ import bisect
 import heapq
 import itertools
 import math
-import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 
+from agentrl import check
 from agentrl.packing import packing_plan
 
 __all__ = [
@@ -35,32 +34,6 @@ def padded_tokens(batch: Sequence[int], lengths: Sequence[int]) -> int:
         lengths: tokens of each sequence, as a list.
     """
     return len(batch) * max(lengths[i] for i in batch)
-
-
-def _check_count(name: str, value: Any) -> int:
-    """Return `value` as an int of at least 1, or raise an error that names it."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool):
-        raise TypeError(f"{name} = {value!r} is not an integer")
-    if number < 1:
-        raise ValueError(f"{name} = {number} is not positive")
-    return number
-
-
-def _check_lengths(lengths: Any, max_tokens: int) -> list[int]:
-    """Return the lengths as ints, or raise an error that names the first unusable one."""
-    sizes = lengths.tolist() if hasattr(lengths, "tolist") else list(lengths)
-    if not isinstance(sizes, list):
-        raise TypeError(f"lengths = {lengths!r} is one number, not a sequence of them")
-    for i, size in enumerate(sizes):
-        if type(size) is not int or size < 1:  # the fast path costs one comparison per length
-            sizes[i] = size = _check_count(f"lengths[{i}]", size)
-        if size > max_tokens:
-            raise ValueError(f"lengths[{i}] = {size} exceeds max_tokens = {max_tokens}")
-    return sizes
 
 
 def _longest_first(sizes: Sequence[int]) -> list[int]:
@@ -112,18 +85,17 @@ def token_budget_batches(
         Microbatches as lists of indices, each index once, none empty.
 
     Raises:
-        ValueError, TypeError: a length is no integer from 1 to `max_tokens`, or `num_batches` is
-            too few for the cap or more than there are sequences.
+        ValueError: also if `num_batches` is too few for the cap or more than there are sequences.
     """
-    max_tokens = _check_count("max_tokens", max_tokens)
-    sizes = _check_lengths(lengths, max_tokens)
-    if packed and sizes:
+    max_tokens = check.integer("max_tokens", max_tokens)
+    sizes = check.integers("lengths", lengths, max_tokens=max_tokens)
+    if packed:
         batches = packing_plan(sizes, max_tokens, "ffd")
     else:
         batches = _runs(_longest_first(sizes), sizes, max_tokens)
     if num_batches is None:
         return batches
-    num_batches = _check_count("num_batches", num_batches)
+    num_batches = check.integer("num_batches", num_batches)
     batches = _exactly(num_batches, batches, sizes, max_tokens, sizes, packed)
     return sorted(batches, key=lambda batch: sizes[batch[0]], reverse=True)
 
@@ -262,19 +234,13 @@ def rank_imbalance(
         of any rank over the same mean.
 
     Raises:
-        ValueError, TypeError: unusable lengths or costs, no microbatch at all, an empty one, or an
-            index outside `lengths`.
+        ValueError: also if there is no microbatch, or one is empty.
     """
-    sizes = _check_lengths(lengths, max_tokens=2**63 - 1)
+    sizes = check.integers("lengths", lengths)
     for r, rank in enumerate(ranks):
         for b, batch in enumerate(rank):
-            fits = hasattr(batch, "__len__") and len(batch) > 0
-            if not fits or not 0 <= min(batch) <= max(batch) < len(sizes):
-                raise ValueError(
-                    f"ranks[{r}][{b}] = {batch!r} needs indices from 0 to {len(sizes) - 1}"
-                )
-    if not any(map(len, ranks)):
-        raise ValueError("ranks has no microbatch")
+            check.integers(f"ranks[{r}][{b}]", batch, 0, last_index=len(sizes) - 1)
+    check.not_empty("ranks", list(itertools.chain(*ranks)))
     held = (sizes[i] for rank in ranks for batch in rank for i in batch)
     price = _check_costs(held, cost or sequence_cost(), rising=not packed)
     loads = []
@@ -315,8 +281,8 @@ def _best_trade(
     best, trade = gap / 2, None
     for a, batch in enumerate(dear):
         for i in batch:
-            near = bisect.bisect_left(offers, (costs[i] - gap / 2,))
-            for cost, b, j in offers[max(0, near - 3) : near + 3]:
+            middle = bisect.bisect_left(offers, (costs[i] - gap / 2,))
+            for cost, b, j in offers[max(0, middle - 3) : middle + 3]:
                 rise, tokens = costs[i] - cost, sizes[i] - sizes[j]
                 fits = rise <= slack[b] and -rooms[0][a] <= tokens <= rooms[1][b]
                 if fits and abs(rise - gap / 2) < best and (j >= 0 or len(batch) > 1):
@@ -351,10 +317,7 @@ def _check_costs(
     sizes: Iterable[int], cost: Callable[[int], float], rising: bool = True
 ) -> dict[int, float]:
     """Return the cost of each distinct length, or raise an error that names a bad one."""
-    price = {size: float(cost(size)) for size in sorted(set(sizes))}
-    for size, value in price.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"cost({size}) = {value} is not a positive number")
+    price = {size: check.number(f"cost({size})", cost(size), above=0) for size in sorted({*sizes})}
     for (short, less), (long, more) in itertools.pairwise(price.items()):
         if rising and more < less:
             raise ValueError(f"cost({long}) = {more} is below cost({short}) = {less}: it must rise")
@@ -387,16 +350,15 @@ def rank_balanced_batches(
         empty, as many on every rank, and the k-th ones of all ranks alike in cost.
 
     Raises:
-        ValueError, TypeError: unusable lengths, cap, ranks or costs, or too few sequences to give
-            every rank the same number of microbatches.
+        ValueError: also if there are too few sequences to give every rank as many microbatches.
     """
-    max_tokens = _check_count("max_tokens", max_tokens)
-    num_ranks = _check_count("num_ranks", num_ranks)
-    sizes = _check_lengths(lengths, max_tokens)
+    max_tokens = check.integer("max_tokens", max_tokens)
+    num_ranks = check.integer("num_ranks", num_ranks)
+    sizes = check.integers("lengths", lengths, max_tokens=max_tokens)
     fewest = token_budget_batches(sizes, max_tokens, packed=packed)
     least = max(1, -(-len(fewest) // num_ranks))
     per_rank = least if batches_per_rank is None else batches_per_rank
-    per_rank = _check_count("batches_per_rank", per_rank)
+    per_rank = check.integer("batches_per_rank", per_rank)
     if per_rank < least or per_rank * num_ranks > len(sizes):
         raise ValueError(
             f"{len(sizes)} sequences cannot form {per_rank} microbatches on each of num_ranks = "
@@ -449,8 +411,7 @@ def draw_lengths(
     Raises:
         ValueError: naming a pair that is no such quantile.
     """
-    if not len(quantiles):
-        raise ValueError("quantiles is empty")
+    check.not_empty("quantiles", quantiles)
     for k, (share, size) in enumerate(quantiles):
         before = quantiles[k - 1] if k else (-1.0, 1.0)
         end = (k == 0, k + 1 == len(quantiles)) == (share == 0, share == 1)

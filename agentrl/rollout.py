@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from agentrl.gym import ACTIONS, EnvConfig, Task, Tokenizer, make_env
+from agentrl import check
+from agentrl.gym import EnvConfig, Task, Tokenizer, make_env
 
 __all__ = [
     "RolloutConfig",
     "Trajectory",
-    "behavior_stats",
     "check_trajectories",
     "collate",
     "evaluate",
@@ -33,8 +33,8 @@ class Trajectory:
 
     Attributes:
         ids: token ids, prompt and tool output included, int64 [T].
-        action_mask: [T - 1]; 1 where the *next* token was sampled by the policy.
-        sample_logp: [T - 1]; log-probability of the next token when it was sampled, in nats; 0
+        action_mask: [T-1]; 1 where the *next* token was sampled by the policy.
+        sample_logp: [T-1]; log-probability of the next token when it was sampled, in nats; 0
             where it was not.
         reward: of the whole episode.
         info: anything else; our sampler puts the `task` and the counts of `BugFixEnv.info` there.
@@ -55,18 +55,15 @@ class RolloutConfig(EnvConfig):
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.group_size < 1:
-            raise ValueError(f"group_size = {self.group_size} must be at least 1")
-        if not self.temperature > 0:
-            raise ValueError(f"temperature = {self.temperature} must be positive")
+        check.integer("max_tokens", self.max_tokens)
+        check.integer("group_size", self.group_size)
+        check.number("temperature", self.temperature, above=0)
 
 
 def _draw(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[list[int], list[float]]:
-    """Draw one token per row by inverting the distribution; return tokens and log-probabilities.
+    """Draw one token per row by inverting the distribution: [K, V], [K] -> tokens, log-probs.
 
-    Args:
-        logits: [K, V].
-        uniform: [K], multiples of 2**-53 in [0, 1).
+    `uniform` holds multiples of 2**-53 in [0, 1).
     """
     logp = (logits.cpu().double() / temperature).log_softmax(-1)
     cumulative = logp.exp().cumsum(-1)
@@ -109,18 +106,21 @@ class _Row:
 
 
 def pad_rows(rows: Sequence[Tensor], width: int, value: float) -> Tensor:
-    """Stack rows of different lengths, filled up on the right with `value`: [B, width].
+    """Stack rows [n] of different lengths, filled up on the right with `value`: [B, width].
 
     Raises:
-        ValueError: if there are no rows, or one is longer than `width`.
+        ValueError, TypeError: if there are no rows, or one is no tensor [n] or longer than `width`.
     """
-    if len(rows) == 0:
-        raise ValueError("rows is empty: there is nothing to stack")
+    rows, width = list(rows), check.integer("width", width, 0)
+    check.not_empty("rows", rows)
+    for index, row in enumerate(rows):
+        if check.tensor(f"rows[{index}]", row).ndim != 1 or len(row) > width:
+            raise ValueError(
+                f"rows[{index}] {list(row.shape)} must be [n] with n <= width = {width}"
+            )
     dtype = functools.reduce(torch.promote_types, {row.dtype for row in rows})
     out = rows[0].new_full((len(rows), width), value, dtype=dtype)
     for index, row in enumerate(rows):
-        if len(row) > width:
-            raise ValueError(f"rows[{index}] has {len(row)} entries, more than width = {width}")
         out[index, : len(row)] = row
     return out
 
@@ -161,25 +161,22 @@ def sample_groups(
     Args:
         model: a `TinyAgent`, on any device.
         env_factory: makes an environment from a task and a vocabulary, as `make_env(cfg)` does.
-        tasks: one group each.
         cfg: has `group_size` and `temperature`, as `RolloutConfig`.
-        generator: of the draws, on the CPU. It gives one number per row and position, so the
-            episodes depend on neither the device nor `use_cache`, nor a row on the others.
+        generator: makes the draws, on the CPU. It gives one number per row and position, so an
+            episode depends on neither the device nor `use_cache`, nor on the other rows.
         use_cache: keep keys and values; False runs every prefix again, to compare.
-
-    Returns:
-        len(tasks) * cfg.group_size trajectories.
 
     Raises:
         ValueError: if there are no tasks, or an environment begins with an empty prompt.
     """
-    if not tasks:
-        raise ValueError("tasks is empty: there is nothing to sample")
+    check.not_empty("tasks", tasks)
+    group_size = check.integer("group_size", cfg.group_size)
+    temperature = check.number("temperature", cfg.temperature, above=0)
     device = next(model.parameters()).device
-    rows = [_Row(env_factory(task, tok)) for task in tasks for _ in range(cfg.group_size)]
+    rows = [_Row(env_factory(task, tok)) for task in tasks for _ in range(group_size)]
     for r, row in enumerate(rows):
         if not row.ids:
-            raise ValueError(f"episode {r}, of tasks[{r // cfg.group_size}], has an empty prompt")
+            raise ValueError(f"episode {r}, of tasks[{r // group_size}], has an empty prompt")
     cache = model.new_cache(len(rows)) if use_cache else None
     numbers: list[list[float]] = []  # by position and row
 
@@ -194,11 +191,11 @@ def sample_groups(
         draw_numbers(1 + max(len(row.ids) for row in batch))
         uniform = [numbers[len(row.ids)][r] for r, row in zip(alive, batch, strict=True)]
         uniform = torch.tensor(uniform, dtype=torch.float64)
-        draws = zip(batch, *_draw(logits, uniform, cfg.temperature), strict=True)
+        draws = zip(batch, *_draw(logits, uniform, temperature), strict=True)
         for row, token, logp in draws:
             row.take(token, logp)
         kept = [k for k, row in enumerate(batch) if not row.env.done]
-        if cache is not None and len(kept) < len(batch):
+        if cache is not None and 0 < len(kept) < len(batch):
             cache.select(kept)
         alive = [alive[k] for k in kept]
     draw_numbers(max(len(row.ids) for row in rows))  # leave the generator where the episodes end
@@ -206,78 +203,48 @@ def sample_groups(
 
 
 def check_trajectories(trajs: Sequence[Trajectory], min_tokens: int = 2) -> None:
-    """Raise an error that names the first trajectory whose fields do not fit together."""
-    if len(trajs) == 0:
-        raise ValueError("trajs is empty")
-    for index, traj in enumerate(trajs):
-        for name in ("ids", "action_mask", "sample_logp"):
-            value = getattr(traj, name, None)
-            if not isinstance(value, Tensor):
-                kind = type(value).__name__
-                raise TypeError(f"trajs[{index}].{name} must be a tensor, is {kind}")
-        tokens = traj.ids.numel()
-        if traj.ids.ndim != 1 or tokens < min_tokens:
-            shape = list(traj.ids.shape)
-            raise ValueError(f"trajs[{index}].ids has shape {shape}, needs [T >= {min_tokens}]")
-        if traj.ids.is_floating_point() or traj.ids.dtype == torch.bool:
-            raise ValueError(f"trajs[{index}].ids is {traj.ids.dtype}, needs integers")
-        for name in ("action_mask", "sample_logp"):
-            shape = list(getattr(traj, name).shape)
-            if shape != [tokens - 1]:
-                raise ValueError(f"trajs[{index}].{name} has shape {shape}, needs [{tokens - 1}]")
-        mask = traj.action_mask
-        if mask.is_complex() or not (mask.dtype == torch.bool or ((mask == 0) | (mask == 1)).all()):
-            raise ValueError(
-                f"trajs[{index}].action_mask ({mask.dtype}) has values besides 0 and 1"
-            )
+    """Refuse trajectories whose fields do not fit together; the error names the first of them.
 
-
-def _check_sample_logp(trajs: Sequence[Trajectory]) -> None:
+    `ids` are integers [T] with T >= `min_tokens`, `action_mask` [T-1] holds 0 and 1 in any dtype,
+    and `sample_logp` [T-1] holds floats.
+    """
+    check.not_empty("trajs", trajs)
     for i, traj in enumerate(trajs):
-        finite = traj.sample_logp.isfinite().to(traj.action_mask.device)
-        unusable = traj.action_mask.bool() & ~finite
-        for t in unusable.nonzero()[:, 0].tolist():
-            logp = traj.sample_logp[t].item()
-            raise ValueError(f"trajs[{i}].sample_logp[{t}] = {logp} is not finite")
-
-
-def _rewards(trajs: Sequence[Trajectory]) -> list[float]:
-    rewards = []
-    for i, traj in enumerate(trajs):
-        try:
-            rewards.append(float(traj.reward))
-        except (TypeError, ValueError, RuntimeError):
-            raise TypeError(f"trajs[{i}].reward = {traj.reward!r} is no number") from None
-    return rewards
+        ids = check.ids(f"trajs[{i}].ids", getattr(traj, "ids", None))
+        mask = check.mask(f"trajs[{i}].action_mask", traj.action_mask)
+        logp = check.tensor(f"trajs[{i}].sample_logp", traj.sample_logp)
+        tokens = ids.numel()
+        if ids.ndim != 1 or tokens < min_tokens or not mask.shape == logp.shape == (tokens - 1,):
+            shapes = " ".join(str(list(x.shape)) for x in (ids, mask, logp))
+            want = f"ids [T], action_mask [T-1], sample_logp [T-1] with T >= {min_tokens}"
+            raise ValueError(f"trajs[{i}] must have {want}, got the shapes {shapes}")
+        if not logp.is_floating_point():
+            raise TypeError(f"trajs[{i}].sample_logp must be floats, got {logp.dtype}")
 
 
 def collate(trajs: Sequence[Trajectory], pad_id: int) -> dict[str, Tensor]:
-    """Pad trajectories to one rectangular batch.
-
-    Args:
-        trajs: B trajectories; T is the longest length.
-        pad_id: fills `ids`.
+    """Pad trajectories to one rectangular batch: B trajectories, T the longest length.
 
     Returns:
-        `ids` [B, T], `action_mask` bool [B, T - 1], `lengths` [B], and in
-        float64 `sample_logp` [B, T - 1] and `rewards` [B].
+        `ids` [B, T], `action_mask` bool [B, T-1], `lengths` [B], and in float64
+        `sample_logp` [B, T-1] and `rewards` [B].
 
     Raises:
         ValueError, TypeError: naming the index of a trajectory that is malformed, whose `reward`
-            is no number, or whose `sample_logp` is not finite at a policy token.
+            is not a finite number, or whose `sample_logp` is not finite at a policy token.
     """
     check_trajectories(trajs)
-    _check_sample_logp(trajs)
     lengths = torch.tensor([len(traj.ids) for traj in trajs])
     width = int(lengths.max())
+    mask = pad_rows([traj.action_mask.bool() for traj in trajs], width - 1, False)
+    logp = pad_rows([traj.sample_logp.detach().double() for traj in trajs], width - 1, 0.0)
+    check.finite("sample_logp", logp, where=mask.to(logp.device))
     return {
-        "ids": pad_rows([traj.ids for traj in trajs], width, pad_id),
-        "action_mask": pad_rows([traj.action_mask.bool() for traj in trajs], width - 1, False),
-        "sample_logp": pad_rows(
-            [traj.sample_logp.detach().double() for traj in trajs], width - 1, 0.0
-        ),
+        "ids": pad_rows([traj.ids for traj in trajs], width, check.integer("pad_id", pad_id, None)),
+        "action_mask": mask,
+        "sample_logp": logp,
         "lengths": lengths,
-        "rewards": torch.tensor(_rewards(trajs), dtype=torch.float64),
+        "rewards": check.numbers("rewards", [traj.reward for traj in trajs]),
     }
 
 
@@ -292,7 +259,7 @@ def evaluate(
     """Sample `episodes` episodes of each task and report how many pass.
 
     Args:
-        generator: of the draws; by default a new one with a fixed seed.
+        generator: makes the draws; by default a new one with a fixed seed.
         cfg: has `max_tokens` and `temperature`; by default `RolloutConfig()`.
 
     Returns:
@@ -300,41 +267,14 @@ def evaluate(
         episodes, the tasks being given; `by_task`, from task name to pass rate.
     """
     cfg = cfg or RolloutConfig()
+    check.integer("episodes", episodes)
     sampling = RolloutConfig(cfg.max_tokens, episodes, cfg.temperature)
     generator = generator or torch.Generator().manual_seed(1234)
     trajs = sample_groups(model, make_env(cfg), tasks, tok, sampling, generator)
-    rates = (
-        torch.tensor([traj.reward for traj in trajs]).view(len(tasks), episodes).double().mean(1)
-    )
+    rates = check.groups([traj.reward for traj in trajs], episodes).mean(1)
     variance = rates * (1 - rates) / (episodes - 1)  # unknown, NaN, from one episode
     return {
         "pass_rate": rates.mean().item(),
         "stderr": variance.sum().sqrt().item() / len(tasks),
         "by_task": dict(zip([task.name for task in tasks], rates.tolist(), strict=True)),
     }
-
-
-def behavior_stats(trajs: Sequence[Trajectory]) -> dict[str, float]:
-    """Average reward, tokens, the policy's share, actions, errors and cut-offs over episodes.
-
-    The last three are read from `info`, as `BugFixEnv` keeps it.
-
-    Raises:
-        ValueError: if there are no trajectories, or naming the first `info` that lacks a key.
-    """
-    if len(trajs) == 0:
-        raise ValueError("trajs is empty")
-    keys = (*ACTIONS, "errors", "truncated")
-    for i, traj in enumerate(trajs):
-        for key in keys:
-            if key not in traj.info:
-                raise ValueError(f"trajs[{i}].info = {traj.info} has no {key!r}")
-    tokens = sum(len(traj.ids) for traj in trajs)
-    stats = {
-        "reward": sum(traj.reward for traj in trajs) / len(trajs),
-        "tokens": tokens / len(trajs),
-        "policy_share": sum(int(traj.action_mask.sum()) for traj in trajs) / tokens,
-    }
-    for key in keys:
-        stats[key.lower()] = sum(float(traj.info[key]) for traj in trajs) / len(trajs)
-    return stats

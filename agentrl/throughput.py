@@ -8,7 +8,6 @@ import argparse
 import inspect
 import json
 import math
-import operator
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +16,8 @@ from functools import partial
 from typing import Any
 
 import torch
+
+from agentrl import check
 
 __all__ = [
     "ACCELERATORS",
@@ -143,15 +144,11 @@ class ModelShape:
 
 
 def _check_shape(shape: "ModelShape") -> None:
-    sizes = ("vocab", "d_model", "heads", "kv_heads", "head_dim", "ffn", "norms")
-    for name in sizes:
-        if getattr(shape, name) < 1:
-            raise ValueError(f"{name} = {getattr(shape, name)} must be at least 1")
-    if not shape.windows:
-        raise ValueError("windows is empty: it needs one entry per layer")
+    for name in ("vocab", "d_model", "heads", "kv_heads", "head_dim", "ffn", "norms"):
+        check.integer(name, getattr(shape, name))
+    check.not_empty("windows", shape.windows)
     for i, window in enumerate(shape.windows):
-        if window is not None and window < 1:
-            raise ValueError(f"windows[{i}] = {window} must be at least 1")
+        check.integer(f"windows[{i}]", 1 if window is None else window)
     if shape.sparse and len(shape.sparse) != len(shape.windows):
         raise ValueError(f"sparse has {len(shape.sparse)} layers, windows {len(shape.windows)}")
     if shape.heads % shape.kv_heads:
@@ -345,13 +342,9 @@ def causal_pairs(lengths: Iterable[int], window: int | None = None) -> int:
     Args:
         lengths: tokens of each sequence.
         window: a query sees at most this many keys, itself included; by default all before it.
-
-    Raises:
-        ValueError, TypeError: naming a length that is negative or no integer, or a window below 1.
     """
-    if window is not None and window < 1:
-        raise ValueError(f"window = {window} must be at least 1")
-    return _pairs(_counts(lengths), window)
+    check.integer("window", 1 if window is None else window)
+    return _pairs(check.integers("lengths", lengths, 0), window)
 
 
 def _pairs(counts: list[int], window: int | None) -> int:
@@ -360,19 +353,6 @@ def _pairs(counts: list[int], window: int | None) -> int:
         seen = s if window is None else min(s, window)
         pairs += seen * (seen + 1) // 2 + (s - seen) * seen
     return pairs
-
-
-def _counts(lengths: Iterable[int]) -> list[int]:
-    """Return lengths as Python's integers, which do not overflow."""
-    counts = []
-    for index, s in enumerate(lengths):
-        try:
-            counts.append(operator.index(s))
-        except TypeError:
-            raise TypeError(f"lengths[{index}] = {s!r} is no integer") from None
-        if counts[-1] < 0:
-            raise ValueError(f"lengths[{index}] = {counts[-1]} is negative")
-    return counts
 
 
 def forward_flops(shape: ModelShape, lengths: Sequence[int], *, pairs: str = "causal") -> int:
@@ -386,13 +366,9 @@ def forward_flops(shape: ModelShape, lengths: Sequence[int], *, pairs: str = "ca
 
     Returns:
         FLOPs of the matrix products. Norms, softmax and rotations are not counted.
-
-    Raises:
-        ValueError, TypeError: if `pairs` is neither, or naming a length that is none.
     """
-    if pairs not in ("causal", "square"):
-        raise ValueError(f"pairs = {pairs!r} is neither 'causal' nor 'square'")
-    lengths = _counts(lengths)
+    check.one_of("pairs", pairs, ("causal", "square"))
+    lengths = check.integers("lengths", lengths, 0)
     total = 2 * matmul_weights(shape) * sum(lengths)
     per_pair = 2 * shape.heads * (shape.head_dim + shape.value_dim)
     for window in set(shape.windows):
@@ -403,11 +379,7 @@ def forward_flops(shape: ModelShape, lengths: Sequence[int], *, pairs: str = "ca
 
 
 def training_flops(shape: ModelShape, lengths: Sequence[int], *, pairs: str = "causal") -> int:
-    """Count the FLOPs of forward and backward: three times `forward_flops`.
-
-    Raises:
-        ValueError, TypeError: as `forward_flops` does.
-    """
+    """Count the FLOPs of forward and backward: three times `forward_flops`."""
     return 3 * forward_flops(shape, lengths, pairs=pairs)
 
 
@@ -516,14 +488,13 @@ def _text(value: Any) -> str:
 
 def _positive(**values: float | None) -> None:
     for name, value in values.items():
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{name} = {value} must be positive and finite")
+        if value is not None:
+            check.number(name, value, above=0)
 
 
 def _share(**values: float) -> None:
     for name, value in values.items():
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name} = {value} must be between 0 and 1")
+        check.number(name, value, least=0, most=1)
 
 
 def _one_number(shape: ModelShape, params: float | None) -> None:
@@ -579,10 +550,6 @@ def decode_tokens_per_s(
         the tokens/s per GPU stay the same while communication is free. The assumptions hold
         `bound`, memory or compute; `memory_gb`, what weights and caches need; and
         `gpus_to_hold_it`, the smallest such group.
-
-    Raises:
-        ValueError: naming an argument that is not positive and finite, a `bandwidth_share` above 1,
-            or `params` of a shape with experts; if the device has no figure for bfloat16.
     """
     _positive(batch=batch, context=context, bytes_per_weight=bytes_per_weight)
     _positive(bytes_per_kv=bytes_per_kv, bandwidth_share=bandwidth_share)
@@ -632,13 +599,8 @@ def prefill_seconds(
         params: use 2 * params FLOPs per token instead of exact counts, which include attention
             (and the output head at every token, though a server needs it at the last one only);
             not for a mixture of experts.
-
-    Raises:
-        ValueError, TypeError: naming a length that is negative or no integer, an `mfu` that is no
-            share, or `params` that are not positive or of a shape with experts; if there are no
-            tokens, or the device has no figure for bfloat16.
     """
-    lengths = _counts(lengths)
+    lengths = check.integers("lengths", lengths, 0)
     _positive(mfu=mfu, tokens=sum(lengths))
     _one_number(shape, params)
     _share(mfu=mfu)
@@ -660,9 +622,6 @@ def train_tokens_per_s(
     """Estimate the tokens/s that one GPU trains on: three forward passes' FLOPs per token.
 
     The arguments are those of `prefill_seconds`; `lengths` matters for exact counts.
-
-    Raises:
-        ValueError, TypeError: as `prefill_seconds` does.
     """
     forward = prefill_seconds(shape, gpu, lengths=lengths, mfu=mfu, params=params)
     tokens = forward.assumptions["tokens"]
@@ -691,22 +650,14 @@ def prefill_tokens(
             before it again, or the share of such reads that is saved.
         group_reuse: 1 when a prompt is read once per group, 0 when once per episode.
 
-    Raises:
-        ValueError: if the parts do not fit into the episode.
     """
     _share(turn_reuse=turn_reuse, group_reuse=group_reuse)
     _positive(tokens=tokens, turns=turns, group_size=group_size)
-    for name, count in (("turns", turns), ("group_size", group_size)):
-        if count < 1:
-            raise ValueError(f"{name} = {count} must be at least 1")
-    if not 0 <= policy_tokens <= tokens:
-        raise ValueError(f"policy_tokens = {policy_tokens} must be between 0 and tokens = {tokens}")
+    check.number("turns", turns, least=1)
+    check.number("group_size", group_size, least=1)
+    check.number("policy_tokens", policy_tokens, least=0, most=tokens)
+    check.number("prompt_tokens", prompt_tokens, least=0, most=tokens - policy_tokens)
     tools = tokens - policy_tokens - prompt_tokens
-    if not (prompt_tokens >= 0 and tools >= 0):
-        raise ValueError(
-            f"prompt_tokens = {prompt_tokens} must be between 0 and {tokens - policy_tokens}, "
-            "the tokens that are not sampled"
-        )
     lost = 1 - turn_reuse
     prompts = prompt_tokens * (1 + lost * (turns - 1)) * (1 - group_reuse * (1 - 1 / group_size))
     tools *= 1 + lost * max(turns - 2, 0) / 2  # the k-th answer is read again by all later turns
@@ -778,15 +729,11 @@ def step_cost(
         params: use 6 * params FLOPs per token and 2 * params in a forward pass; exact otherwise,
             for episodes of equal length, prefill at the mean cost of a token. Not for a mixture of
             experts.
-
-    Raises:
-        ValueError: naming the argument that makes no sense.
     """
     assumptions = {name: value for name, value in locals().items() if name not in ("shape", "gpu")}
     _positive(episodes=episodes, busy=busy, mfu=mfu, prefill_mfu=prefill_mfu)
     _share(busy=busy)
-    if not 0 <= old_passes < math.inf:
-        raise ValueError(f"old_passes = {old_passes} is negative or not finite")
+    check.number("old_passes", old_passes, least=0)
     reads = prefill_tokens(
         tokens,
         policy_tokens,
@@ -834,11 +781,7 @@ def step_cost(
 
 
 def run_cost(step: Cost, *, steps: int = 300) -> Cost:
-    """Multiply a step by the number of steps, all assumed alike.
-
-    Raises:
-        ValueError: if `steps` is not positive and finite.
-    """
+    """Multiply a step by the number of steps, all assumed alike."""
     _positive(steps=steps)
     hours = {name: steps * value for name, value in step.gpu_hours.items()}
     return Cost(hours, {**step.assumptions, "steps": steps})

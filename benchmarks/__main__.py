@@ -3,6 +3,7 @@
     python -m benchmarks                     all topics, into benchmarks/results/<machine>/
     python -m benchmarks packing flops       some of them
     python -m benchmarks --device cuda       the larger set, on a GPU host
+    python -m benchmarks chapters            the times that the chapters take, in this environment
     python -m benchmarks --size tiny --out _build/tiny --python .venv/bin/python    a quick look
 
 The page of results in the book reads these files: run `make run CHAPTER=results` afterwards.
@@ -19,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks import common
+from benchmarks import chapters, common
 from benchmarks.common import ROOT, Row
 
 TOPICS = (
@@ -34,13 +35,22 @@ TOPICS = (
 )
 THREADS = {"rollout": 1}  # a step of a small model is too short to be shared
 VENV = ROOT / "_build" / "bench-venv"
-REQUIREMENTS = ROOT / "benchmarks" / "requirements.txt"
+REQUIREMENTS = ("requirements-peers.txt", "benchmarks/requirements.txt")
+
+
+def requirements() -> str:
+    """Return what the environment needs, a line each: torch, transformers, the peers."""
+    tested = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    lines = [line for line in tested if line.startswith(("torch==", "transformers=="))]
+    return "\n".join(
+        [*lines, *((ROOT / name).read_text(encoding="utf-8") for name in REQUIREMENTS)]
+    )
 
 
 def make_environment() -> Path:
     """Install the peers line by line; keep the reason where one fails. Returns the interpreter."""
     python, stamp = VENV / "bin" / "python", VENV / "installed.txt"
-    wanted = REQUIREMENTS.read_text(encoding="utf-8")
+    wanted = requirements()
     if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
         return python
     if not python.with_name("pip").exists():  # a half-made one is completed
@@ -97,6 +107,8 @@ def main() -> int:
     parser.add_argument("--python", type=Path, help="an interpreter that has the peers")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<machine>")
     args = parser.parse_args()
+    if args.topics == ["chapters"]:
+        return chapters.note(sorted((ROOT / "chapters").glob("*.ipynb")), args.device)
     unknown = [topic for topic in args.topics if topic not in TOPICS]
     if unknown:
         parser.error(f"no topic is called {unknown[0]!r}; there are {', '.join(TOPICS)}")

@@ -189,7 +189,8 @@ def in_the_gym(size: str, device: str) -> list[Row]:
     uncached = sample(use_cache=False)
     same = all(torch.equal(a.ids, b.ids) for a, b in zip(trajs, uncached, strict=True))
     tokens = sum(len(traj.ids) for traj in trajs)
-    live = arl.compute_advantages(arl.collate(trajs, 0), CFG).nonzero()[:, 0].tolist()
+    rewards = [traj.reward for traj in trajs]
+    live = arl.compute_advantages(rewards, CFG.group_size).nonzero()[:, 0].tolist()
     learned = sum(len(trajs[i].ids) for i in live)
     learner = copy.deepcopy(model)
     optimizer = torch.optim.Adam(learner.parameters(), lr=CFG.lr)

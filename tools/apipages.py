@@ -146,14 +146,14 @@ def described(source: str, module: str) -> Iterator[tuple[str, str]]:
             value = value[: VALUE - 2].rpartition(", ")[0] + ", …"
         line = source.split("\n")[node.end_lineno - 1][node.end_col_offset :]
         about = line.partition("#")[2].strip().removeprefix("fmt: skip")
-        options = f":module: {module}\n:value: {value}"
+        options = f":no-index-entry:\n:module: {module}\n:value: {value}"
         yield name, f"::::{{py:data}} {name}\n{options}\n\n{about}\n::::"
 
 
 def _definition(node: Function | ast.ClassDef, module: str = "") -> str:
     """Write the directive of a function, of a class with its methods, or of a method."""
     marks = {ast.unparse(mark) for mark in node.decorator_list}
-    options = [f":module: {module}"] if module else []
+    options = [":no-index-entry:", *([f":module: {module}"] if module else [])]
     kind, fence, body = "function" if module else "method", "::::" if module else ":::", ""
     if isinstance(node, ast.ClassDef):
         kind = "class"

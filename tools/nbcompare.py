@@ -4,10 +4,13 @@ Every output is compared exactly: printed text, results, recorded values, warnin
 `rtol=1e-3` or `atol=1e-6` (or both), numbers written with a decimal point or an exponent may differ
 by that much from the committed ones, and so may the spaces that align them; integers and all else
 are still compared exactly. Of a figure only its presence is compared, because its data is printed.
+A cell tagged `needs=trl` is skipped where that package is absent, unless AGENTRL_REQUIRE_PEERS is
+set.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -125,8 +128,20 @@ def _outside(old: str, new: str, rtol: float, atol: float) -> str:
     return ""
 
 
+def missing(tags: Iterable[str]) -> list[str]:
+    """List the packages that a cell's tags need and that are not installed."""
+    needs = [tag.removeprefix("needs=") for tag in tags if tag.startswith("needs=")]
+    return [name for name in needs if importlib.util.find_spec(name) is None]
+
+
 class Cell(IPyNbCell):
     """A code cell that is compared by `differences`."""
+
+    def runtest(self) -> None:
+        absent = missing(self.cell.metadata.get("tags", []))
+        if absent and not os.environ.get("AGENTRL_REQUIRE_PEERS"):
+            pytest.skip(f"needs {', '.join(absent)}, not installed: make peers")
+        super().runtest()
 
     def compare_outputs(self, test: list, ref: list, skip_compare: object = None) -> bool:
         limits = tolerances(self.cell.metadata.get("tags", []))

@@ -5,8 +5,7 @@
     python -m tools.notebooks check [FILES]            what tools/preflight.py refuses
 
 A run with the chapters' own parameters replaces the committed notebook if every cell succeeded. A
-run with other parameters goes to `_build/runs/`, and says where its outputs differ. The time that
-a chapter took, with no other parameter than `DEVICE`, is kept with the benchmarks' results.
+run with other parameters goes to `_build/runs/`, and says where its outputs differ.
 """
 
 from __future__ import annotations
@@ -14,19 +13,16 @@ from __future__ import annotations
 import argparse
 import ast
 import hashlib
-import json
 import os
 import re
 import sys
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import nbformat
 
-from benchmarks import common
 from tools import export, nbcompare
 from tools.export import ROOT, cell_labels
 
@@ -37,7 +33,6 @@ METADATA = {
     "language_info": {"name": "python"},
 }
 CELL_METADATA = ("mystnb", "tags")
-# and rtol=, atol=; `wrap` is for the style sheet: it breaks the lines of an output that is prose
 
 
 # The canonical form
@@ -143,17 +138,12 @@ def run(paths: list[Path], parameters: dict[str, Any]) -> int:
     os.environ["AGENTRL_PROGRESS"] = "0"  # the chapters' bars would end up in their outputs
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as under test
     own = {path: _parameters(read(path)) for path in paths}
-    if parameters:  # a page has none, and shows what the run notes
-        own = {
-            path: has
-            for path, has in own.items()
-            if has.keys() & parameters or path.parent.name != "chapters"
-        }
+    if parameters:
+        own = {path: has for path, has in own.items() if has.keys() & parameters}
     for name in parameters:
         if not any(name in defaults for defaults in own.values()):
             print(f"No parameter is called {name} in {', '.join(path.name for path in paths)}.")
             return 1
-    failed = False
     for path, defaults in own.items():
         values = {
             name: _like(defaults[name], value)
@@ -161,10 +151,9 @@ def run(paths: list[Path], parameters: dict[str, Any]) -> int:
             if name in defaults
         }
         changed = {name: value for name, value in values.items() if value != defaults[name]}
-        # After a failure the pages still run, since they read what the chapters noted.
-        if not (failed and path.parent.name == "chapters"):
-            failed |= not _run_one(path, changed)
-    return int(failed)
+        if not _run_one(path, changed):
+            return 1
+    return 0
 
 
 def _parameters(notebook: Notebook) -> dict[str, Any]:
@@ -211,12 +200,12 @@ def _run_one(path: Path, parameters: dict[str, Any]) -> bool:
 
     runs = ROOT / "_build" / "runs"
     runs.mkdir(parents=True, exist_ok=True)
-    started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / path.name
+        source, output = Path(folder) / "source.ipynb", Path(folder) / path.name
+        left_out = _leave_out(path, source)
         try:
             papermill.execute_notebook(
-                str(path),
+                str(source),
                 str(output),
                 parameters=parameters,
                 kernel_name="python3",
@@ -235,8 +224,8 @@ def _run_one(path: Path, parameters: dict[str, Any]) -> bool:
             print(f"The notebook is as it was; this run is in {kept.relative_to(ROOT)}.")
             return False
         executed = read(output)
-    if path.parent.name == "chapters" and parameters.keys() <= {"DEVICE"}:
-        _keep_time(path.stem, time.perf_counter() - started, parameters.get("DEVICE", "cpu"))
+    for cell in executed.cells:
+        cell.update(left_out.get(cell.id, {}))
     if not parameters:
         before = path.read_text(encoding="utf-8")
         text = canonical(executed)
@@ -258,20 +247,16 @@ def _run_one(path: Path, parameters: dict[str, Any]) -> bool:
     return True
 
 
-def _keep_time(chapter: str, seconds: float, device: str) -> None:
-    """Note how long a chapter took on this machine, unless that is about what is noted already."""
-    description = common.machine()
-    file = ROOT / "benchmarks" / "results" / common.slug(description) / "chapters.json"
-    kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"topic": "chapters"}
-    kept["machine"] = description
-    chapters = kept.setdefault("chapters", {})
-    known = chapters.get(f"{chapter} {device}", {}).get("seconds")
-    # About the same is left as it is, else a run would never change nothing.
-    if known is None or abs(seconds - known) > max(2.0, known / 4):
-        taken = {"seconds": round(seconds, 1), "date": common.today()}
-        chapters[f"{chapter} {device}"] = taken
-        kept["chapters"] = dict(sorted(chapters.items()))
-        common.write(file, kept)
+def _leave_out(path: Path, copy: Path) -> dict[str, Notebook]:
+    """Copy a notebook without the code that needs an absent package; returns those cells by id."""
+    notebook, left_out = read(path), {}
+    for cell, label in zip(notebook.cells, cell_labels(notebook), strict=True):
+        if absent := nbcompare.missing(cell.metadata.get("tags", [])):
+            print(f"{path.name} {label} is left out: it needs {', '.join(absent)} (make peers)")
+            left_out[cell.id] = nbformat.from_dict(dict(cell))
+            cell.source = ""
+    nbformat.write(notebook, copy)
+    return left_out
 
 
 def _compare(committed: Notebook, computed: Notebook) -> list[str]:
@@ -308,9 +293,7 @@ def main(arguments: list[str] | None = None) -> int:
         return preflight.show(options.files or [*chapters, *pages])
     number = options.chapter.zfill(2) if options.chapter.isdigit() else options.chapter
     chosen = [path for path in chapters if path.name.startswith(number)]
-    # Pages come last, since they read what a run notes: the time, also on another device.
-    also = chosen and {name for name, _ in options.p} <= {"DEVICE"}
-    chosen += [path for path in pages if also or path.name.startswith(options.chapter)]
+    chosen += [path for path in pages if path.name.startswith(options.chapter)]
     if not chosen:
         print(f"No chapter begins with {options.chapter!r}.")
         return 1

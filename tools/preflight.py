@@ -22,6 +22,7 @@ from tools import export, nbcompare
 from tools.export import ROOT, cell_labels
 from tools.notebooks import Notebook, canonical, parameter, read
 
+# and rtol=, atol=, needs=; `wrap` is for the style sheet: it breaks the lines of printed prose;
 # `lesson`: a training loop, a model or a reference head that is the lesson, so shown at any length
 TAGS = {"parameters", "hide-input", "hide-output", "hide-cell", "wrap", "lesson"}
 FOLDED = {"hide-input", "hide-cell", "lesson"}
@@ -31,7 +32,7 @@ PRAGMA = re.compile(r"#\s*(?:noqa|(?:fmt|isort|mypy|pylint|ruff):|pragma\b|type:
 NUMBER_CLAIMS = re.compile(
     r"(?<![\w.])(?:\d[\d,]*\.\d+(?:e[-+]?\d+)?|\d+e[-+]?\d+"  # 0.74, 1.5e-6, 1e-6
     r"|\d[\d,]*\s?(?:%|per ?cent\b)"
-    r"|factors? of \d[\d,]*"
+    r"|factors? of \d(?:[\d,]*\d)?"
     r"|\d[\d,]*[\s-]?(?:×|(?:x|times|fold)\b)(?!\s*\d)"  # but not 8 x 8
     r"|\d[\d,]*[\s-]?(?:[kKMGTP]i?B(?:/s)?|bytes?|[mµun]?s|(?:milli|micro|nano)?seconds?|minutes?"
     r"|hours?|days?|GPU-hours?|nats?|percentage points?|k tokens"
@@ -98,7 +99,7 @@ def show(paths: list[Path]) -> int:
     for path in [] if report else paths:
         if places := dict(house_faults(read(path))):
             cells = " ".join(re.findall(r"In (\[\d+\])", " ".join(places)))
-            print(f"{path.name}: too long in view or pragma: {len(places)} cells, {cells}")
+            print(f"{path.name}: {len(places)} cells too long to show, or with a pragma: {cells}")
     return int(bool(report))
 
 
@@ -195,7 +196,8 @@ def _available(root: Path) -> set[str]:
     """Collect what a cell may import: the standard library, the package and the requirements."""
     project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]
     lines = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
-    lines += (root / "requirements.txt").read_text("utf-8").splitlines()
+    for name in ("requirements-book.txt", "requirements.txt"):
+        lines += (root / name).read_text("utf-8").splitlines()
     declared = {_plain(name[0]) for line in lines if (name := re.match(r"[\w.-]+", line))}
     known = metadata.packages_distributions().items()
     modules = {module for module, names in known if {*map(_plain, names)} & declared}

@@ -15,7 +15,8 @@ import torch
 
 import agentrl as arl
 from benchmarks import __main__ as runner
-from benchmarks import accumulation, common, logits, rollout
+from benchmarks import accumulation, chapters, common, logits, rollout
+from tools import notebooks
 from tools.export import ROOT
 
 PEERS = ("trl", "verl", "tensordict", "liger_kernel", "cut_cross_entropy")
@@ -184,7 +185,7 @@ def test_a_peer_that_does_not_install_is_reported_and_the_others_go_on(monkeypat
 
 
 def test_the_peers_are_pinned():
-    lines = runner.REQUIREMENTS.read_text(encoding="utf-8").splitlines()
+    lines = runner.requirements().splitlines()
     names = [line.partition("#")[0].strip() for line in lines]
     assert all(re.fullmatch(r"[\w-]+==[\w.]+", name) for name in names if name)
     assert {name.split("==")[0] for name in names} >= set(common.PEERS)
@@ -287,6 +288,31 @@ def test_the_reference_count_is_pytorchs():
     from benchmarks import flops
 
     assert flops.by_torch(32) == flops.ours([32]) == 30_375_936
+
+
+def test_the_time_of_a_chapter_is_kept_by_machine(monkeypatch, tmp_path):
+    def times() -> dict[str, float]:
+        kept = json.loads((folder / "chapters.json").read_text())["chapters"]
+        return {name: entry["seconds"] for name, entry in kept.items()}
+
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    folder = tmp_path / common.slug(common.machine())
+    ran = []
+    monkeypatch.setattr(notebooks, "run", lambda *given: ran.append(given) or len(ran) % 2)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "chapters", "--device", "cuda"])
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    for name in ("02-two", "01-one"):
+        (tmp_path / "chapters").mkdir(exist_ok=True)
+        (tmp_path / "chapters" / f"{name}.ipynb").touch()
+    assert runner.main() == 1  # the first failed
+    assert [(path.stem, given) for [path], given in ran] == [
+        ("01-one", {"DEVICE": "cuda"}),
+        ("02-two", {"DEVICE": "cuda"}),
+    ]
+    assert list(times()) == ["02-two cuda"]
+    for seconds, kept in ((100.0, 100.0), (120.0, 100.0), (10.0, 10.0)):  # about the same stays
+        chapters.keep("01-one", seconds, "cpu")
+        assert times()["01-one cpu"] == kept
 
 
 # What is committed

@@ -102,8 +102,9 @@ def test_the_wheel_is_the_package_and_nothing_else(built):
 
 
 def test_the_ranges_accept_what_is_tested():
-    """requirements.txt pins all that pyproject.toml asks for, within the range."""
-    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    """The requirements pin all that pyproject.toml asks for, within the range."""
+    files = ("requirements-book.txt", "requirements.txt")
+    lines = [line for name in files for line in (ROOT / name).read_text("utf-8").splitlines()]
     pins = dict(line.split("#")[0].strip().split("==") for line in lines if "==" in line)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     asked = [project["dependencies"], *project["optional-dependencies"].values()]

@@ -117,8 +117,8 @@ def test_values_come_back_in_the_form_that_is_computed_with():
     assert check.integer("n", T(3)) == 3
     assert check.integers("xs", range(1, 4)) == [1, 2, 3]
     assert check.number("x", np.float32(0.5)) == 0.5
-    assert check.number("x", T(2)) == 2
-    assert check.numbers("xs", [True, False]).tolist() == [1.0, 0.0]
+    assert check.number("x", T(2)) == check.number("x", T([2])) == 2
+    assert check.numbers("xs", [True, np.False_, T(True), T([0.5])]).tolist() == [1, 0, 1, 0.5]
     assert check.mask("m", T([[1.0, 0.0]])).tolist() == [[True, False]]
     kept = F(2, 3, dtype=torch.bool)
     assert check.mask("m", kept) is kept

@@ -782,7 +782,7 @@ def test_an_update_scores_at_the_temperature_of_the_sampler(temperature: float) 
         ({"updates_per_step": 0}, "updates_per_step = 0 must be at least 1"),
         ({"microbatch_size": 0}, "microbatch_size = 0 must be at least 1"),
         ({"group_size": 0}, "group_size = 0 must be at least 1"),
-        ({"temperature": 0.0}, "temperature = 0.0 must be positive"),
+        ({"temperature": 0.0}, "temperature = 0.0 must be above 0"),
     ],
 )
 def test_configuration_is_checked(bad: dict[str, object], message: str) -> None:

@@ -252,17 +252,18 @@ def test_a_tensor_on_another_device():
 
 
 BAD_LENGTHS = [
-    ([3, 0, 2], ValueError, r"lengths\[1\] = 0 is not positive"),
-    ([3, 2, -4], ValueError, r"lengths\[2\] = -4 is not positive"),
-    ([3, 2.5], TypeError, r"lengths\[1\] = 2\.5 is not an integer"),
-    (torch.tensor([3.0, 2.0]), TypeError, r"lengths\[0\] = 3\.0 is not an integer"),
-    ([3, math.nan], TypeError, r"lengths\[1\] = nan"),
-    ([True, 2], TypeError, r"lengths\[0\] = True"),
-    (["7"], TypeError, r"lengths\[0\] = '7'"),
-    ([3, torch.tensor(2.5)], TypeError, r"lengths\[1\] = tensor\(2\.5"),
-    ([None], TypeError, r"lengths\[0\] = None"),
-    (torch.tensor([[1, 2]]), TypeError, r"lengths\[0\] = \[1, 2\]"),
-    (torch.tensor(4), TypeError, "lengths = "),
+    ([], ValueError, "lengths is empty"),
+    ([3, 0, 2], ValueError, r"lengths\[1\] = 0"),
+    ([3, 2, -4], ValueError, r"lengths\[2\] = -4"),
+    ([3, 2.5], TypeError, r"lengths\[1\]"),
+    (torch.tensor([3.0, 2.0]), TypeError, r"lengths\[0\]"),
+    ([3, math.nan], TypeError, r"lengths\[1\]"),
+    ([True, 2], TypeError, r"lengths\[0\]"),
+    (["7"], TypeError, r"lengths\[0\]"),
+    ([3, torch.tensor(2.5)], TypeError, r"lengths\[1\]"),
+    ([None], TypeError, r"lengths\[0\]"),
+    (torch.tensor([[1, 2]]), TypeError, r"lengths\[0\]"),
+    (torch.tensor(4), TypeError, "lengths must"),
     ([13], ValueError, r"lengths\[0\] = 13 exceeds max_tokens = 10"),
     ([3, 10, 11, 12], ValueError, r"lengths\[2\] = 11 exceeds max_tokens = 10"),
 ]
@@ -281,12 +282,11 @@ def test_a_bad_length_is_named(lengths, error, message, packed):
     ("call", "error", "message"),
     [
         (lambda: arl.token_budget_batches([1], 0), ValueError, "max_tokens = 0"),
-        (lambda: arl.token_budget_batches([1], 8.0), TypeError, "max_tokens = 8.0"),
+        (lambda: arl.token_budget_batches([1], 8.0), TypeError, "max_tokens"),
         (lambda: arl.token_budget_batches([1], 8, num_batches=0), ValueError, "num_batches = 0"),
         (lambda: arl.rank_balanced_batches([1], 8, 0), ValueError, "num_ranks = 0"),
         (lambda: arl.rank_balanced_batches([1], 8, -2), ValueError, "num_ranks = -2"),
         (lambda: arl.rank_balanced_batches([1, 2], 8, 3), ValueError, "2 sequences.*num_ranks = 3"),
-        (lambda: arl.rank_balanced_batches([], 8, 2), ValueError, "0 sequences.*num_ranks = 2"),
         (
             lambda: arl.rank_balanced_batches([4, 5, 6], 8, 1, batches_per_rank=2),
             ValueError,
@@ -300,7 +300,7 @@ def test_a_bad_length_is_named(lengths, error, message, packed):
         (
             lambda: arl.rank_balanced_batches([2, 5], 8, 1, cost=lambda s: s - 5.0),
             ValueError,
-            r"cost\([25]\) = (-3|0)\.0 is not a positive number",
+            r"cost\([25]\) = (-3|0)\.0",
         ),
         (
             lambda: arl.rank_balanced_batches([2], 8, 1, cost=lambda s: math.nan),
@@ -312,10 +312,6 @@ def test_a_bad_length_is_named(lengths, error, message, packed):
 def test_a_bad_argument_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-def test_no_sequences_no_microbatches():
-    assert arl.token_budget_batches([], 8) == arl.token_budget_batches([], 8, packed=True) == []
 
 
 # rank_balanced_batches
@@ -540,15 +536,15 @@ def test_quantiles_rise_from_0_to_1(quantiles, index):
 def test_a_schedule_to_judge_is_checked():
     lengths = [3, 4, 5]
     for ranks, words in (
-        ([], "no microbatch"),
-        ([[], []], "no microbatch"),
-        ([[[0]], [[1], []]], r"ranks\[1\]\[1\] = \[\] needs indices from 0 to 2"),
-        ([[[0, 3]]], r"ranks\[0\]\[0\] = \[0, 3\]"),
-        ([[[0, -1]]], r"ranks\[0\]\[0\] = \[0, -1\]"),
-        ([[0, 1], [2]], r"ranks\[0\]\[0\] = 0 needs"),
+        ([], "ranks is empty"),
+        ([[], []], "ranks is empty"),
+        ([[[0]], [[1], []]], r"ranks\[1\]\[1\] is empty"),
+        ([[[0, 3]]], r"ranks\[0\]\[0\]\[1\] = 3"),
+        ([[[0, -1]]], r"ranks\[0\]\[0\]\[1\] = -1"),
+        ([[0, 1], [2]], r"ranks\[0\]\[0\] must"),
     ):
         for packed in (False, True):
-            with pytest.raises(ValueError, match=words):
+            with pytest.raises((TypeError, ValueError), match=words):
                 arl.rank_imbalance(ranks, lengths, packed=packed)
     with pytest.raises(ValueError, match=r"cost\(3\) = nan"):
         arl.rank_imbalance([[[0]]], lengths, lambda s: math.nan)
