@@ -127,19 +127,26 @@ class _Floor:
             self.calls, self.eps = seed + 1, max(self.eps, mode.eps)
         return max(_FACTOR * self.worst, self.least), max(_FACTOR * self.mean, self.least)
 
-    def capped(self, unit: str) -> Finding:
-        """Refuse a floor that no right computation of this precision has."""
+    @property
+    def cap(self) -> float:
+        """The largest floor that a right computation of this precision may have."""
         self.limits()
-        cap = 1.0 if self.eps > 1e-4 else 0.1
+        return 1.0 if self.eps > 1e-4 else 0.1
+
+    def capped(self, unit: str) -> Finding:
+        """Refuse a floor above the cap."""
+        why = "rounding moves results by less"
         likely = "dropout or a kernel that draws on its own, or values too large for this precision"
-        return Finding(self.mean, unit, "the floor", cap, "rounding moves results by less", likely)
+        cap = self.cap  # which measures
+        return Finding(self.mean, unit, "the floor", cap, why, likely)
 
     def judge(self, error: Tensor, unit: str, place: Callable[[int], str], likely: Any) -> Finding:
         """Compare the worst entry, and the root mean square, with what rounding does."""
         worst, mean = _size(error)
-        for calls in (2, 8):  # before an alarm, see more of the floor
+        for calls in (2, 8):  # before an alarm, see more of a floor that could be large enough
             one, average = self.limits(calls)
-            if passed := worst <= one and mean <= average:
+            passed = worst <= one and mean <= average
+            if passed or mean > _FACTOR * self.cap:
                 break
         cause, trace = "" if passed else likely(), tuple(error.tolist())
         if worst <= one and not passed:
