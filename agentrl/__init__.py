@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         demonstrate,
         make_rl_base,
     )
+    from agentrl.course.microbatch import TRAJECTORY_QUANTILES, draw_lengths
     from agentrl.course.packing import prefix_tree_tokens
     from agentrl.course.rollout import behavior_stats
     from agentrl.curriculum import (
@@ -87,8 +88,6 @@ if TYPE_CHECKING:
         peak_memory,
     )
     from agentrl.microbatch import (
-        TRAJECTORY_QUANTILES,
-        draw_lengths,
         padded_tokens,
         rank_balanced_batches,
         rank_imbalance,
@@ -337,13 +336,13 @@ _HOME = {
     "transformers_inputs": "packing",
     "unpack": "packing",
     "prefix_tree_tokens": "course.packing",
-    "TRAJECTORY_QUANTILES": "microbatch",
-    "draw_lengths": "microbatch",
     "padded_tokens": "microbatch",
     "rank_balanced_batches": "microbatch",
     "rank_imbalance": "microbatch",
     "sequence_cost": "microbatch",
     "token_budget_batches": "microbatch",
+    "TRAJECTORY_QUANTILES": "course.microbatch",
+    "draw_lengths": "course.microbatch",
     "checkpointed_log_probs": "logits",
     "fused_log_probs": "logits",
     "fused_policy_loss": "logits",
