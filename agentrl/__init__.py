@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from agentrl.course.microbatch import TRAJECTORY_QUANTILES, draw_lengths
     from agentrl.course.packing import prefix_tree_tokens
     from agentrl.course.rollout import behavior_stats
+    from agentrl.course.throughput import measure_accelerator
     from agentrl.curriculum import (
         draw_weighted,
         estimate_pass_rate,
@@ -133,11 +134,11 @@ if TYPE_CHECKING:
         accelerator,
         causal_pairs,
         command_line,
+        decode_flops,
         decode_tokens_per_s,
         decode_weights,
         forward_flops,
         matmul_weights,
-        measure_accelerator,
         prefill_seconds,
         prefill_tokens,
         run_cost,
@@ -195,6 +196,7 @@ __all__ = [
     "collate",
     "command_line",
     "compute_advantages",
+    "decode_flops",
     "decode_tokens_per_s",
     "decode_weights",
     "demonstrate",
@@ -365,17 +367,18 @@ _HOME = {
     "accelerator": "throughput",
     "causal_pairs": "throughput",
     "command_line": "throughput",
+    "decode_flops": "throughput",
     "decode_tokens_per_s": "throughput",
     "decode_weights": "throughput",
     "forward_flops": "throughput",
     "matmul_weights": "throughput",
-    "measure_accelerator": "throughput",
     "prefill_seconds": "throughput",
     "prefill_tokens": "throughput",
     "run_cost": "throughput",
     "step_cost": "throughput",
     "train_tokens_per_s": "throughput",
     "training_flops": "throughput",
+    "measure_accelerator": "course.throughput",
     "LOGIT_SCALE": "audit",
     "Plant": "audit",
     "SIGMAS": "audit",

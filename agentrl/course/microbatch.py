@@ -10,24 +10,24 @@ from agentrl import check
 
 __all__ = ["TRAJECTORY_QUANTILES", "draw_lengths"]
 
+_BELOW = (0.0, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0)
+_RESOLVED = (2560, 5813, 8357, 11559.5, 15999, 22040.5, 31632, 39512.5, 81245)
+_UNRESOLVED = (1615, 1833, 1907, 2268, 12305, 26434, 41182.2, 51780.6, 167834)
+_SESSIONS = {1072: 8192, 5269: 16384, 7500: 23840, 7658: 24576, 9242: 32768, 13990: 65536}
 TRAJECTORY_QUANTILES: dict[str, tuple[tuple[float, float], ...]] = {
     # Pan et al. 2024, arXiv 2412.21139v1, table 8, number of tokens; 491 and 5,557 trajectories
-    "SWE-Gym, resolved": (
-        (0.0, 2560), (0.05, 5813), (0.1, 8357), (0.25, 11559.5), (0.5, 15999),
-        (0.75, 22040.5), (0.9, 31632), (0.95, 39512.5), (1.0, 81245),
-    ),
-    "SWE-Gym, unresolved": (
-        (0.0, 1615), (0.05, 1833), (0.1, 1907), (0.25, 2268), (0.5, 12305),
-        (0.75, 26434), (0.9, 41182.2), (0.95, 51780.6), (1.0, 167834),
-    ),
+    "SWE-Gym, resolved": tuple(zip(_BELOW, _RESOLVED, strict=True)),
+    "SWE-Gym, unresolved": tuple(zip(_BELOW, _UNRESOLVED, strict=True)),
     # Card of agentic-coding-trajectories, deepest prompt of 15,000 sessions: cumulative histogram
     # and p50, p95, p99. The two ends are not published: 2,048 and 131,072 are assumed.
     "mixed sessions": (
-        (0.0, 2048), (1072 / 15000, 8192), (5269 / 15000, 16384), (0.5, 23840),
-        (7658 / 15000, 24576), (9242 / 15000, 32768), (13990 / 15000, 65536), (0.95, 69274),
-        (0.99, 89876), (1.0, 131072),
+        (0.0, 2048),
+        *((sessions / 15000, tokens) for sessions, tokens in _SESSIONS.items()),
+        (0.95, 69274),
+        (0.99, 89876),
+        (1.0, 131072),
     ),
-}  # fmt: skip
+}
 
 
 def draw_lengths(
