@@ -641,6 +641,7 @@ def step_cost(
     tokens = check.number("tokens", tokens, above=0)
     policy_tokens = check.number("policy_tokens", policy_tokens, 0, tokens)
     busy = check.number("busy", busy, above=0, most=1)
+    prefill_mfu = check.number("prefill_mfu", prefill_mfu, above=0, most=1)
     old_passes = check.number("old_passes", old_passes, least=0)
     given = {name: value for name, value in locals().items() if name not in ("shape", "gpu")}
     reads = prefill_tokens(tokens, policy_tokens, **_taken(prefill_tokens, given))
