@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import agentrl as arl
-import agentrl.throughput
 from agentrl.throughput import command_line
 from benchmarks.models import causal_lm
 
@@ -202,7 +201,11 @@ def test_the_gpu_hours_to_the_digit():
     assert (f"{step.total:.2f}", f"{step.decode_share:.0%}") == ("1.62", "59%")
     assert f"{arl.run_cost(step, steps=300).total:.0f}" == "487"
     slower = arl.step_cost(QWEN, H200, busy=0.25, **N)
-    assert round(slower.total - step.total, 1) == 0.9 or round(slower.total - step.total) == 1
+    assert round(slower.total - step.total) == 1
+    # No mean context is longer than that of an agent that writes last, but a server may be asked.
+    last = arl.step_cost(QWEN, H200, context=21_000, **N).assumptions
+    assert last["context"] == sum(range(18_000, 24_000)) // last["policy_tokens"] + 1
+    assert arl.decode_tokens_per_s(QWEN, H200, batch=1, context=65_536) > 0
 
 
 @pytest.mark.parametrize(
@@ -219,13 +222,6 @@ def test_an_assumption_moves_its_parts_alone(change, factors):
     before = arl.step_cost(QWEN, H200).gpu_hours
     after = arl.step_cost(QWEN, H200, **change).gpu_hours
     assert after == pytest.approx({name: h * factors.get(name, 1) for name, h in before.items()})
-
-
-def test_no_mean_context_is_longer_than_that_of_writing_last():
-    last = arl.step_cost(QWEN, H200, context=21_000, **N).assumptions
-    assert last["context"] == sum(range(18_000, 24_000)) // last["policy_tokens"] + 1
-    # Decoding alone knows no episode: a server may be asked about any context.
-    assert arl.decode_tokens_per_s(QWEN, H200, batch=1, context=65_536) > 0
 
 
 @settings(max_examples=30)
@@ -512,20 +508,31 @@ def test_the_command_prints_the_same_table(config, capsys):
     assert answer["total_gpu_hours"] == run.total
 
 
+def said(**change):
+    return json.dumps({**QWEN3_8B, **change})
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "content", "message"),
     [
-        ("--gpu H300", "unknown accelerator 'H300'"),
-        ("--gpu H200 --busy 2", "busy = 2.0"),
-        ("--gpu H200 --batch many", "--batch"),
-        ("--gpu H200 --bust 1", "--bust"),
-        ("--gpu H200 --steps 0", "steps = 0"),
-        ("--gpu H200 --tokens 8000", "context = 16384 exceeds 5000"),
-        ("--steps 3", "--gpu"),
-        ("--gpu H200 --config no_such_file.json", "no_such_file.json"),
+        ("--gpu H300", said(), "unknown accelerator 'H300'"),
+        ("--gpu H200 --busy 2", said(), "busy = 2.0"),
+        ("--gpu H200 --batch many", said(), "--batch"),
+        ("--gpu H200 --bust 1", said(), "--bust"),
+        ("--gpu H200 --steps 0", said(), "steps = 0"),
+        ("--gpu H200 --tokens 8000", said(), "context = 16384 exceeds 5000"),
+        ("--steps 3", said(), "--gpu"),
+        ("--gpu H200 --config no_such_file.json", said(), "no_such_file.json"),
+        ("--gpu H200", "{", "config.json"),
+        ("--gpu H200", "[1]", "config.json"),
+        ("--gpu H200", said(model_type="mamba2"), "config.json: unknown architecture 'mamba2'"),
+        ("--gpu H200", "\xff\x00", "config.json"),
+        ("--gpu H200", said(hidden_size="4096"), "config.json: hidden_size"),
+        ("--gpu H200", said(num_hidden_layers=36.5), "config.json: num_hidden_layers"),
     ],
 )
-def test_a_bad_argument_gets_one_line(config, capsys, arguments, message):
+def test_what_is_wrong_gets_one_line(config, capsys, arguments, content, message):
+    Path(config).write_bytes(content.encode("latin-1"))
     with pytest.raises(SystemExit) as stop:
         command_line(["--config", config, *arguments.split()])
     out, err = capsys.readouterr()
@@ -533,27 +540,7 @@ def test_a_bad_argument_gets_one_line(config, capsys, arguments, message):
     assert err.count("\n") == 1 and message in err
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "{",
-        "[1]",
-        '{"model_type": "mamba2"}',
-        "\xff\x00",
-        json.dumps({**QWEN3_8B, "hidden_size": "4096"}),
-        json.dumps({**QWEN3_8B, "num_hidden_layers": 36.5}),
-    ],
-)
-def test_a_bad_file_gets_one_line(config, capsys, content):
-    Path(config).write_bytes(content.encode("latin-1"))
-    with pytest.raises(SystemExit):
-        command_line(["--config", config, "--gpu", "H200"])
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and config in err
-
-
 def test_the_module_runs_as_a_script(config):
     command = [sys.executable, "-m", "agentrl.throughput", "--config", config, "--gpu", "H100"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "") and "decode share" in done.stdout
-    assert agentrl.throughput.__doc__
