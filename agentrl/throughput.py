@@ -311,9 +311,9 @@ def causal_pairs(lengths: Iterable[int], window: int | None = None) -> int:
         window: a query sees at most this many keys, itself included; by default all before it.
     """
     lengths = check.integers("lengths", lengths, 0)
-    limit = max(lengths) if window is None else check.integer("window", window)
-    seen = ((s, min(s, limit)) for s in lengths)
-    return sum(k * (k + 1) // 2 + (s - k) * k for s, k in seen)
+    window = max(lengths) if window is None else check.integer("window", window)
+    seen = [min(s, window) for s in lengths]  # by the last query of each sequence
+    return sum([k * (k + 1) for k in seen]) // 2 + window * (sum(lengths) - sum(seen))
 
 
 def forward_flops(shape: ModelShape, lengths: Sequence[int], *, pairs: str = "causal") -> int:
@@ -328,11 +328,11 @@ def forward_flops(shape: ModelShape, lengths: Sequence[int], *, pairs: str = "ca
     """
     check.one_of("pairs", pairs, ("causal", "square"))
     lengths = check.integers("lengths", lengths, 0)
-    square = sum(s * s for s in lengths)
-    seen = sum(
-        layers * (square if pairs == "square" else causal_pairs(lengths, window))
-        for window, layers in Counter(shape.windows).items()
-    )
+    if pairs == "square":
+        seen = shape.layers * sum(s * s for s in lengths)
+    else:
+        windows = Counter(shape.windows).items()
+        seen = sum(layers * causal_pairs(lengths, window) for window, layers in windows)
     per_pair = 2 * shape.heads * (shape.head_dim + shape.v_dim)
     return 2 * matmul_weights(shape) * sum(lengths) + per_pair * seen
 
