@@ -311,9 +311,12 @@ def causal_pairs(lengths: Iterable[int], window: int | None = None) -> int:
         window: a query sees at most this many keys, itself included; by default all before it.
     """
     lengths = check.integers("lengths", lengths, 0)
-    window = max(lengths) if window is None else check.integer("window", window)
-    seen = [min(s, window) for s in lengths]  # by the last query of each sequence
-    return sum([k * (k + 1) for k in seen]) // 2 + window * (sum(lengths) - sum(seen))
+    seen, beyond = lengths, 0  # keys that the last query of each sequence sees, queries beyond it
+    if window is not None:
+        window = check.integer("window", window)
+        seen = [s if s < window else window for s in lengths]
+        beyond = sum(lengths) - sum(seen)
+    return sum([k * (k + 1) for k in seen]) // 2 + beyond * (window or 0)
 
 
 def forward_flops(shape: ModelShape, lengths: Sequence[int], *, pairs: str = "causal") -> int:
