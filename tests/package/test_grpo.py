@@ -865,8 +865,6 @@ def one_thread():
 class Seed:
     """Sixty steps from one seed; a class for each, so that they run side by side."""
 
-    seed: int
-
     def test_sixty_steps_reach_the_band(self, one_thread):
         model = make_rl_base(TOK)
         train_rl(model, TRAIN, TOK, book_config(seed=self.seed), 60)
