@@ -21,6 +21,7 @@ from torch import Tensor
 __all__ = [
     "finite",
     "groups",
+    "head",
     "ids",
     "integer",
     "integers",
@@ -140,7 +141,7 @@ def shapes(**tensors: tuple[Any, str]) -> dict[str, int]:
     """Check that tensors fit together: `shapes(logp=(logp, "B T"), advantages=(advantages, "B"))`.
 
     An axis may be one shorter than another, `T-1`; `...` in front stands for any leading axes, the
-    same in all tensors.
+    same in all tensors. After `?` at the end a tensor may be None.
 
     Returns:
         The size of each axis under its name.
@@ -148,6 +149,9 @@ def shapes(**tensors: tuple[Any, str]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     leading: list[int] | None = None
     for name, (value, axes) in tensors.items():
+        if value is None and axes.endswith("?"):
+            continue
+        axes = axes.removesuffix("?")
         have, want = list(tensor(name, value).shape), axes.split()
         cut = 0
         if want[0] == "...":
@@ -209,6 +213,29 @@ def groups(rewards: Any, group_size: int) -> Tensor:
     if len(rewards) % size:
         raise ValueError(f"{len(rewards)} rewards are not a multiple of group_size = {size}")
     return rewards.view(-1, size)
+
+
+def head(weight: Any, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias of an output head that multiplies and adds, and does nothing else.
+
+    An `nn.Linear` brings its bias. Any other module may do more, as one with an adapter does, and
+    is refused; so is a sharded weight.
+    """
+    if isinstance(weight, torch.nn.Module):
+        kind, hooks = type(weight), weight._forward_pre_hooks or weight._forward_hooks
+        plain = kind.forward is torch.nn.Linear.forward and "forward" not in vars(weight)
+        if hooks or bias is not None or not plain:
+            what = f"weight is a {kind.__module__}.{kind.__qualname__}"
+            why = "which may do more than multiply and add its own bias"
+            raise TypeError(f"{what}, {why}: give its weight [V, D], with any adapter merged in")
+        weight, bias = weight.weight, weight.bias
+    if hasattr(weight, "full_tensor"):  # a DTensor
+        why = "the gradient of `full_tensor()` would lack the other ranks' part"
+        raise TypeError(
+            "weight is sharded: call `unshard` of its module first, or wrap the head with the root "
+            f"({why})"
+        )
+    return weight, bias
 
 
 def widened(value: Tensor) -> Tensor:

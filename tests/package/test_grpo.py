@@ -854,14 +854,6 @@ def test_a_killed_run_equals_one_that_was_not(tmp_path, every, seed):
 # The figures that the gym must reach ----------------------------------------------------------
 
 
-@pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class Seed:
     """Sixty steps from one seed; a class for each, so that they run side by side."""
 
