@@ -132,7 +132,7 @@ def test_processes_side_by_side_train_once(tmp_path):
 
 
 class TestBase:
-    def test_base_passes_some_of_the_training_tasks(self):
+    def test_base_passes_some_of_the_training_tasks(self, one_thread):
         result = evaluate(make_rl_base(TOK), TRAIN, TOK, 32, generator=gen(5))
         assert result["pass_rate"] - 2 * result["stderr"] >= 0.20
         assert result["pass_rate"] + 2 * result["stderr"] <= 0.50
