@@ -857,8 +857,6 @@ def test_a_killed_run_equals_one_that_was_not(tmp_path, every, seed):
 class Seed:
     """Sixty steps from one seed; a class for each, so that they run side by side."""
 
-    seed: int
-
     def test_sixty_steps_reach_the_band(self, one_thread):
         model = make_rl_base(TOK)
         train_rl(model, TRAIN, TOK, book_config(seed=self.seed), 60)
