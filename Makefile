@@ -10,7 +10,8 @@ PIP_ARGS ?=
 # What the tests of the helpers need
 HELPERS := ^(hypothesis|nbformat|nbval|pytest|ruff)=
 
-PYTEST := -m pytest -n logical --maxprocesses 4 --dist loadscope -rs
+# Files side by side, in the order of pyproject.toml, which begins with those that take long
+PYTEST := -m pytest -n logical --maxprocesses 4 --dist loadscope --no-loadscope-reorder -rs
 # Rounding under these settings differs from that of the machine's own kernels
 FOREIGN := MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 KERNELS := "OMP_NUM_THREADS=1" "$(FOREIGN)" \
@@ -32,8 +33,8 @@ test: .venv/stamp  ## everything that CI checks
 
 test-kernels: .venv/stamp  ## name each cell that other math kernels change: an hour
 	@failed=0; for kernels in $(KERNELS); do echo "$$kernels"; \
-	  env $$kernels $(BIN)/python $(PYTEST) -q chapters | sed -n 's/^\(FAILED\|ERROR\)/  &/p'; \
-	  [ $${PIPESTATUS[0]} = 0 ] || failed=1; done; exit $$failed
+	  env $$kernels AGENTRL_CACHE=$$(mktemp -d) $(BIN)/python $(PYTEST) -q chapters | \
+	  sed -n 's/^\(FAILED\|ERROR\)/  &/p' || failed=1; done; exit $$failed
 
 # make run CHAPTER=04 SEEDS=0,1 runs one chapter with a parameter of its own
 run: .venv/stamp  ## execute the chapters and refresh the committed outputs
@@ -50,7 +51,7 @@ export: .venv/stamp  ## write agentrl/ from the chapters
 size: .venv/stamp  ## count lines, public names and long cells beside their targets
 	$(BIN)/python -m tools.size
 
-pdf: book  ## print the book to _build/agentrl.pdf
+pdf: .venv/stamp book  ## print the book to _build/agentrl.pdf
 	$(BIN)/python -m tools.pdf
 
 dist: .venv/stamp  ## build sdist and wheel
@@ -62,7 +63,7 @@ dist: .venv/stamp  ## build sdist and wheel
 test-helpers: ENV := $(shell mktemp -du /tmp/agentrl-XXXX)
 test-helpers:  ## test the package with other versions than the pinned ones
 	$(PYTHON) -m venv $(ENV)
-	$(ENV)/bin/pip install $(VERSIONS) . transformers $$(grep -E '$(HELPERS)' requirements.txt)
+	$(ENV)/bin/pip install $(VERSIONS) . transformers $$(grep -hE '$(HELPERS)' requirements*.txt)
 	$(ENV)/bin/python -m pytest -o addopts= tests/package
 	rm -r $(ENV)
 

@@ -2,6 +2,7 @@
 
 import ast
 import email
+import importlib.metadata
 import itertools
 import json
 import os
@@ -21,6 +22,7 @@ import pybtex.database
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from tools import export, preflight
@@ -29,7 +31,8 @@ from tools.export import ROOT
 CHAPTERS = sorted((ROOT / "chapters").glob("*.ipynb"))
 FOLDERS = ("agentrl", "benchmarks", "book", "chapters", "tests", "tools")
 FILES = ("MANIFEST.in", "Makefile", "README.md", "_config.yml", "_toc.yml", "conftest.py")
-FILES += ("pyproject.toml", "requirements.txt")
+REQUIREMENTS = ("requirements-book.txt", "requirements.txt", "requirements-peers.txt")
+FILES += ("pyproject.toml", *REQUIREMENTS)
 PAGES = sorted((ROOT / "book").glob("*.md"))
 
 
@@ -101,11 +104,34 @@ def test_the_wheel_is_the_package_and_nothing_else(built):
     assert message["Requires-Python"].startswith(">=3.11")
 
 
+def pinned(name: str) -> dict[str, str]:
+    """Read the versions that a requirements file pins, without the files that it includes."""
+    lines = (ROOT / name).read_text("utf-8").splitlines()
+    return dict(line.split("#")[0].strip().split("==") for line in lines if "==" in line)
+
+
+def test_each_requirements_file_pins_all_that_it_needs_and_none_pins_twice():
+    """Peers are installed without what they need, so a pin that is missing would show late."""
+    known: dict[str, str] = {}
+    for name in REQUIREMENTS:
+        pins = pinned(name)
+        assert not known.keys() & pins.keys()
+        known |= pins
+        # What torch needs depends on its build; verl asks for other versions than it needs.
+        for each in pins.keys() - {"torch", "verl"}:
+            try:
+                needs = map(Requirement, importlib.metadata.requires(each) or [])
+            except importlib.metadata.PackageNotFoundError:
+                assert name == "requirements-peers.txt", f"{each} is not installed"
+                continue
+            asked = [need.name for need in needs if not need.marker or need.marker.evaluate()]
+            missing = {canonicalize_name(need) for need in asked} - {*map(canonicalize_name, known)}
+            assert not missing, f"{name}: {each} needs {missing}"
+
+
 def test_the_ranges_accept_what_is_tested():
     """The requirements pin all that pyproject.toml asks for, within the range."""
-    files = ("requirements-book.txt", "requirements.txt")
-    lines = [line for name in files for line in (ROOT / name).read_text("utf-8").splitlines()]
-    pins = dict(line.split("#")[0].strip().split("==") for line in lines if "==" in line)
+    pins = pinned("requirements-book.txt") | pinned("requirements.txt")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     asked = [project["dependencies"], *project["optional-dependencies"].values()]
     for need in map(Requirement, itertools.chain(*asked)):
