@@ -150,9 +150,8 @@ def _prepare(
     check.integer("tile_bytes", 1 if tile_bytes is None else tile_bytes)
     kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else check.mask("mask", mask)
     check.ids("ids", ids.masked_fill(~kept, 0).cpu(), len(weight))
-    index = None
-    if not (isinstance(ids, fake_tensor.FakeTensor) or kept.all()):  # a fake one has no values
-        index = kept.reshape(-1).nonzero()[:, 0]
+    known = not isinstance(ids, fake_tensor.FakeTensor)  # a fake tensor has no values
+    index = kept.reshape(-1).nonzero()[:, 0] if known and not kept.all() else None
     states, chosen = _flat(hidden, index, hidden.shape[-1]), _flat(ids, index).long()
     call = states, weight, bias, chosen, _Plan(states, weight, settings)
     trained = torch.is_grad_enabled()
@@ -330,9 +329,8 @@ def _scan(head: _Head, entropy: bool = False, mean: Tensor | None = None) -> tup
     tops = head.buffer.new_empty(-(-len(head.weight) // head.plan.cols), head.held)
     for number, words in enumerate(head.vocabulary):
         for tokens in head.tokens:
-            tile = (
-                head.block(words)[tokens] if tokens.stop <= head.held else head.tile(tokens, words)
-            )
+            stays = tokens.stop <= head.held
+            tile = head.block(words)[tokens] if stays else head.tile(tokens, words)
             place, bent = head.place(tokens, words), head.bend(head.logits(tokens, words, tile))
             drop = _absorb(tile, place, state[:, tokens], entropy)
             if bent is not None:
@@ -416,8 +414,8 @@ class _FusedLogProbs(torch.autograd.Function):
         made = zip(leaves, kinds, ctx.needs_input_grad[2:5], strict=True)
         grads = [torch.zeros_like(leaf, dtype=kind) if need else None for leaf, kind, need in made]
         with _products(plan, grad.device):
-            head = _Head((states, weight, bias, ids, plan), kept, source)
-            _scan_back(head, state, tops, slopes, grads)
+            call = states, weight, bias, ids, plan
+            _scan_back(_Head(call, kept, source), state, tops, slopes, grads)
         pairs = zip(grads, leaves, strict=True)
         grad_h, *others = (made if made is None else made.to(leaf.dtype) for made, leaf in pairs)
         if grad_h is not None and source is not None:
