@@ -10,7 +10,7 @@ PIP_ARGS ?=
 # What the tests of the helpers need
 HELPERS := ^(hypothesis|nbformat|nbval|pytest|ruff)=
 
-PYTEST := -m pytest -n logical --maxprocesses 4 --dist loadscope
+PYTEST := -m pytest -n logical --maxprocesses 4 --dist loadscope -rs
 # Rounding under these settings differs from that of the machine's own kernels
 FOREIGN := MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 KERNELS := "OMP_NUM_THREADS=1" "$(FOREIGN)" \
@@ -77,7 +77,11 @@ peers: .venv/peers  ## install the trainers that chapter 11 audits
 NO_PIP := pip did not finish. Is there a network? What was installed is kept: start make again.
 
 .venv/book: requirements-book.txt
-	test -x $(BIN)/pip || $(PYTHON) -m venv .venv || \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or later is needed, by its name: make book PYTHON=python3.12"; exit 1; }
+	@$(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { [ ! -e .venv ] || echo ".venv is half-made, broken or too old: it is made again"; \
+	  $(PYTHON) -m venv --clear .venv; } || \
 	  { echo "$(PYTHON) makes no environment: install its venv module (python3-venv)"; exit 1; }
 	$(BIN)/pip install -r requirements-book.txt || { echo "$(NO_PIP)"; exit 1; }
 	touch $@
@@ -88,8 +92,8 @@ NO_PIP := pip did not finish. Is there a network? What was installed is kept: st
 	  from packaging.requirements import Requirement as R; \
 	  torch = R(tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"][0]); \
 	  assert version("torch") in torch.specifier' 2>/dev/null || { \
-	  echo "PyTorch comes next. On Linux pip takes the CUDA build: a download of some 3 GB, and twice"; \
-	  echo "that on disk. The CPU build is 0.2 GB. To have it, stop here (Ctrl-C) and start make with"; \
+	  echo "PyTorch comes next. On Linux pip takes the CUDA build: 2.7 GB to download, 5 GB on disk."; \
+	  echo "The CPU build takes 0.2 and 0.7 GB. To have it, stop here (Ctrl-C) and start make with"; \
 	  echo 'PIP_ARGS="--index-url URL", the URL that pytorch.org/get-started/locally shows for CPU.'; \
 	  $(BIN)/pip install $(PIP_ARGS) $$(grep '^torch==' requirements.txt) || \
 	  { echo "$(NO_PIP)"; exit 1; }; }

@@ -270,7 +270,7 @@ __all__ = [
     "unpack",
     "zero_advantage_groups",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "ACTIONS": "gym",

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentrl import check
+
 __all__ = [
     "ACTIONS",
     "BUILTINS",
@@ -336,16 +338,8 @@ def _all_tasks() -> tuple[Task, ...]:
 
 
 def make_tasks(split: str = "all") -> list[Task]:
-    """Return the 30 tasks of the gym, or one split of them.
-
-    Args:
-        split: 'all', 'train' (20 tasks) or 'heldout' (10 tasks).
-
-    Raises:
-        ValueError: for any other split.
-    """
-    if split not in ("all", "train", "heldout"):
-        raise ValueError(f"split must be 'all', 'train' or 'heldout', got {split!r}")
+    """Return the 30 tasks of the gym, or a split: 'train' has 20 of them, 'heldout' 10."""
+    check.one_of("split", split, ("all", "train", "heldout"))
     return [task for task in _all_tasks() if split in ("all", task.split)]
 
 

@@ -86,27 +86,6 @@ def _head_log_probs(
     return torch.log_softmax(logits, -1).gather(-1, ids.long()[..., None]).squeeze(-1)
 
 
-def checkpointed_log_probs(
-    hidden: Tensor,
-    weight: Tensor | nn.Module,
-    ids: Tensor,
-    chunk_size: int = 1024,
-    *,
-    bias: Tensor | None = None,
-    soft_cap: float | None = None,
-) -> Tensor:
-    """Return log p(id) [B, T] in nats, the logits of `chunk_size` positions alive at a time.
-
-    The backward pass computes each chunk again. The arguments are those of `fused_log_probs`.
-    """
-    given = {"hidden": (hidden, "B T D"), "ids": (ids, "B T"), "mask": (None, "B T?")}
-    (_, weight, bias, *_), *_ = _prepare(weight, bias, (soft_cap, 1.0, None, None), given)
-    size = check.integer("chunk_size", chunk_size)
-    chunks = zip(hidden.split(size, 1), ids.split(size, 1), strict=True)
-    again = {"use_reentrant": False, "bias": bias, "soft_cap": soft_cap or 0.0}
-    return torch.cat([checkpoint(_head_log_probs, h, weight, i, **again) for h, i in chunks], 1)
-
-
 class _Plan:
     """How one call of a fused head runs: in tiles of `rows` tokens by `cols` vocabulary entries."""
 
@@ -167,6 +146,27 @@ def _unflat(values: Tensor, index: Tensor | None, shape: torch.Size) -> Tensor:
     if index is not None:
         values = values.new_zeros(shape.numel()).index_copy(0, index, values)
     return values.view(shape)
+
+
+def checkpointed_log_probs(
+    hidden: Tensor,
+    weight: Tensor | nn.Module,
+    ids: Tensor,
+    chunk_size: int = 1024,
+    *,
+    bias: Tensor | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Return log p(id) [B, T] in nats, the logits of `chunk_size` positions alive at a time.
+
+    The backward pass computes each chunk again. The arguments are those of `fused_log_probs`.
+    """
+    given = {"hidden": (hidden, "B T D"), "ids": (ids, "B T"), "mask": (None, "B T?")}
+    (_, weight, bias, *_), *_ = _prepare(weight, bias, (soft_cap, 1.0, None, None), given)
+    size = check.integer("chunk_size", chunk_size)
+    chunks = zip(hidden.split(size, 1), ids.split(size, 1), strict=True)
+    again = {"use_reentrant": False, "bias": bias, "soft_cap": soft_cap or 0.0}
+    return torch.cat([checkpoint(_head_log_probs, h, weight, i, **again) for h, i in chunks], 1)
 
 
 def _mixed(x: Tensor) -> bool:

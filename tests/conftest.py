@@ -5,6 +5,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 from hypothesis import settings
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
@@ -38,3 +39,11 @@ def make(tmp_path: Path) -> Make:
         return path
 
     return write
+
+
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -4,11 +4,14 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from cells import SVG, printed, ran, recorded, shown
 from nbformat.v4 import new_output
 
+from tools import nbcompare
 from tools.export import ROOT
 from tools.nbcompare import differences, tolerances
 
@@ -122,3 +125,18 @@ def test_a_digit_of_rounding_noise_fails_under_the_foreign_kernels(pytester, mon
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     pytester.runpytest_subprocess(*FLAGS, path).assert_outcomes(failed=1)
+
+
+@pytest.mark.parametrize(("maker", "said"), [("AuthenticAMD", False), ("aarch64, Linux", True)])
+def test_an_unknown_processor_is_named_beside_a_cell_that_differs(monkeypatch, maker, said):
+    class Reporter:
+        lines: ClassVar[list[str]] = []
+        write_line = lines.append
+
+        def getreports(self, _: str) -> list[SimpleNamespace]:
+            return [SimpleNamespace(nodeid="chapters/01-gym.ipynb::Cell 3")]
+
+    assert nbcompare.processor().strip()
+    monkeypatch.setattr(nbcompare, "processor", lambda: maker)
+    nbcompare.pytest_terminal_summary(reporter := Reporter())
+    assert any(maker in line for line in reporter.lines) == said

@@ -1,35 +1,24 @@
-"""Curriculum: who is in the pool, what a silent group costs, and a run that is killed."""
+"""Curriculum: who is in the pool, what a zero-advantage group costs, and a run that is killed."""
 
 import itertools
 import math
-import os
 import random
-import re
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import numpy
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from agentrl import curriculum, grpo
 from agentrl.curriculum import (
-    ESTIMATES,
     draw_weighted,
     estimate_pass_rate,
     expected_groups_per_kept,
     fill_groups,
     filter_by_pass_rate,
-    run_arms,
     train_curriculum,
 )
 from agentrl.grpo import RLConfig, train_rl
@@ -37,24 +26,32 @@ from agentrl.gym import build_tokenizer, make_tasks
 from agentrl.policy import TinyAgent
 from agentrl.rollout import Trajectory, sample_groups
 
+ROOT = Path(__file__).resolve().parents[2]
 TRAIN = make_tasks("train")
 TOK = build_tokenizer(make_tasks())
 SMALL = RLConfig(max_tokens=40, group_size=4, prompts_per_step=3)
+LARGER = RLConfig(max_tokens=40, group_size=4, prompts_per_step=8, seed=1)
+ESTIMATES = ("last", "mean3", "beta")
+NAN, INF = math.nan, math.inf
 
 
-def gen(seed: int = 0) -> torch.Generator:
+def gen(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def tiny() -> TinyAgent:
+def tiny():
     return TinyAgent(len(TOK), d_model=16, n_layers=1, n_heads=2, seed=3)
 
 
-def weights(model: nn.Module) -> list[list[float]]:
+def train(steps, model=None, tasks=TRAIN, cfg=SMALL, **options):
+    return train_curriculum(model or tiny(), tasks, TOK, cfg, steps, **options)
+
+
+def weights(model):
     return [p.flatten().tolist() for p in model.parameters()]
 
 
-def is_kept(rate: Any, low: float = 0.0, high: float = 1.0) -> bool:
+def is_kept(rate, low=0.0, high=1.0):
     return filter_by_pass_rate(["task"], [rate], low, high) == ["task"]
 
 
@@ -62,16 +59,16 @@ def is_kept(rate: Any, low: float = 0.0, high: float = 1.0) -> bool:
 
 
 @given(st.integers(1, 64), st.data())
-def test_decided_by_integer_successes(n: int, data: st.DataObject) -> None:
+def test_decided_by_integer_successes(n, data):
     k = data.draw(st.integers(0, n))
     rewards = [1.0] * k + [0.0] * (n - k)
     random.Random(n).shuffle(rewards)
-    for rate in (k / n, rewards, torch.tensor(rewards), torch.tensor(k / n)):
+    for rate in (k / n, rewards, torch.tensor(rewards), torch.tensor(k / n), numpy.array(rewards)):
         assert is_kept(rate) == (0 < k < n)
 
 
 @given(st.integers(1, 32), st.data())
-def test_bounds_are_strict_and_exact(n: int, data: st.DataObject) -> None:
+def test_bounds_are_strict_and_exact(n, data):
     k, low, high = (data.draw(st.integers(0, n)) for _ in range(3))
     if low < high:
         rewards = [1] * k + [0] * (n - k)
@@ -83,104 +80,63 @@ def test_bounds_are_strict_and_exact(n: int, data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     "rewards",
     [[0.3] * 4, [0.1] * 3, [0.1] * 8, [0.7] * 5, [1 / 3] * 7, [-2.0] * 4, [1.5] * 3, [0.3]],
-)  # fmt: skip
-def test_equal_rewards_are_dropped_whatever_their_mean(rewards: list[float]) -> None:
-    for group in (rewards, torch.tensor(rewards), torch.tensor(rewards, dtype=torch.float64)):
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_equal_rewards_are_dropped_whatever_their_mean(rewards, dtype):
+    for group in (rewards, torch.tensor(rewards, dtype=dtype)):
         assert not is_kept(group)
         assert not is_kept(group, -0.5, 1.0)
         assert is_kept(group, -1.0, 2.0)  # nothing is filtered
 
 
 @given(st.floats(0, 1), st.integers(2, 16))
-def test_equal_or_not_is_decided_by_max_and_min(reward: float, n: int) -> None:
+def test_equal_or_not_is_decided_by_max_and_min(reward, n):
     assert not is_kept([reward] * n)
     other = math.nextafter(reward, 0.5)
     assert is_kept([reward] * (n - 1) + [other]) == (other != reward)
 
 
-def test_every_bound_open_keeps_all_in_order() -> None:
+def test_open_bounds_keep_all_in_order_and_rates_go_by_name():
     rates = [0.0, 1.0, 0.5, 1.0, 0.0]
     assert filter_by_pass_rate("abcde", rates, -1, 2) == list("abcde")
+    assert filter_by_pass_rate("abcde", rates, -INF, INF) == list("abcde")
     assert filter_by_pass_rate("abcde", rates) == ["c"]
     assert filter_by_pass_rate("abcde", rates, low=-1) == ["a", "c", "e"]
     assert filter_by_pass_rate("abcde", rates, high=2) == ["b", "c", "d"]
     assert filter_by_pass_rate([], []) == []
+    for rewards in ([-5.0, 0.0], [0.0, 10.0], [-5.0, -5.0], [0.0, 1.0], [1.0, 1.0]):
+        assert is_kept(rewards, -1, 2), rewards
+    named = {task.name: i / 10 for i, task in enumerate(TRAIN[:11])}
+    assert filter_by_pass_rate(TRAIN[:11], named) == TRAIN[1:10]
 
 
-def test_rates_by_name() -> None:
-    rates = {task.name: i / 10 for i, task in enumerate(TRAIN[:11])}
-    assert filter_by_pass_rate(TRAIN[:11], rates) == TRAIN[1:10]
-    with pytest.raises(ValueError, match=repr(TRAIN[11].name)):
-        filter_by_pass_rate(TRAIN[:12], rates)
-
-
-@pytest.mark.parametrize(
-    ("rates", "message"),
-    [
-        ([0.5, math.nan], r"pass_rates\[1\].*nan"),
-        ([0.5, 8], r"pass_rates\[1\].*8"),
-        ([-0.1, 0.5], r"pass_rates\[0\].*-0.1"),
-        ([0.5, []], r"pass_rates\[1\]"),
-        ([0.5, [0.0, math.inf]], r"pass_rates\[1\].*inf"),
-        ([0.5, [0.0, 2.0]], r"pass_rates\[1\]: rewards\[1\] = 2.0 is not in \[0, 1\]"),
-        ([[-1, -1, 1, 1], 0.5], r"pass_rates\[0\]: rewards\[0\] = -1.0 is not in \[0, 1\]"),
-        ([0.5, [-1, 1, 1, 1]], r"pass_rates\[1\]: rewards\[0\] = -1.0 is not in \[0, 1\]"),
-        ([0.5, None], r"pass_rates\[1\]"),
-        ([0.5], "1 pass rates for 2 tasks"),
-    ],
-)
-def test_bad_rates_are_named(rates: list[Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        filter_by_pass_rate(["a", "b"], rates)
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.5, 0.5), (0.6, 0.4), (math.nan, 1.0)])
-def test_bounds_in_order(low: float, high: float) -> None:
-    with pytest.raises(ValueError, match="must be below"):
-        filter_by_pass_rate(["a"], [0.5], low, high)
-
-
-# Silent groups --------------------------------------------------------------------------------
+# Zero-advantage groups and estimates ----------------------------------------------------------
 
 
 @given(st.integers(2, 64), st.fractions(0, 1))
-def test_groups_per_kept_against_exact_arithmetic(n: int, p: Fraction) -> None:
-    p = Fraction(float(p))
-    silent = p**n + (1 - p) ** n
-    expected = math.inf if silent == 1 else float(1 / (1 - silent))
-    assert expected_groups_per_kept(float(p), n) == pytest.approx(expected, rel=1e-12)
+def test_groups_per_kept_against_exact_arithmetic(n, rate):
+    for p in (Fraction(float(rate)), Fraction(1e-6), Fraction(1e-12), Fraction(1e-18)):
+        zero = p**n + (1 - p) ** n
+        expected = math.inf if zero == 1 else float(1 / (1 - zero))
+        assert expected_groups_per_kept(float(p), n) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("p", [1e-18, 1e-12, 1e-6])
-def test_groups_per_kept_near_the_end(p: float) -> None:
-    exact = 1 / (1 - Fraction(p) ** 8 - (1 - Fraction(p)) ** 8)
-    assert expected_groups_per_kept(p, 8) == pytest.approx(float(exact), rel=1e-12)
-
-
-def test_groups_per_kept_at_the_ends() -> None:
+def test_groups_per_kept_at_the_ends_and_by_simulation():
     assert expected_groups_per_kept(0.5, 2) == 2.0
-    assert expected_groups_per_kept(0.9, 8) == pytest.approx(1 / (1 - 0.9**8 - 0.1**8))
+    assert expected_groups_per_kept(0.5, 1_000_000) == 1.0
     for p, n in ((0, 8), (1, 8), (0.5, 1)):
         assert expected_groups_per_kept(p, n) == math.inf
-    for p, n in ((-0.1, 8), (1.1, 8), (math.nan, 8), (0.5, 0)):
-        with pytest.raises(ValueError, match=r"p = |n = "):
-            expected_groups_per_kept(p, n)
-
-
-def test_groups_per_kept_by_simulation() -> None:
     passed = (torch.rand(50_000, 8, generator=gen(), dtype=torch.float64) < 0.9).sum(1)
-    silent = ((passed == 0) | (passed == 8)).double().mean().item()
-    assert silent == pytest.approx(0.43, abs=0.01)
-    assert 1 / (1 - silent) == pytest.approx(expected_groups_per_kept(0.9, 8), rel=0.02)
+    zero = ((passed == 0) | (passed == 8)).double().mean().item()
+    assert zero == pytest.approx(0.43, abs=0.01)
+    assert 1 / (1 - zero) == pytest.approx(expected_groups_per_kept(0.9, 8), rel=0.02)
 
-
-# Estimates ------------------------------------------------------------------------------------
 
 bits = st.lists(st.sampled_from([0.0, 1.0]), min_size=8, max_size=8)
 
 
 @given(st.lists(bits, max_size=6))
-def test_estimates_by_hand(groups: list[list[float]]) -> None:
+def test_estimates_by_hand(groups):
     means = [sum(group) / 8 for group in groups]
     assert estimate_pass_rate(groups) == (means[-1] if means else 0.5)
     assert estimate_pass_rate(groups, "mean3") == sum(([0.5] * 3 + means)[-3:]) / 3
@@ -188,59 +144,71 @@ def test_estimates_by_hand(groups: list[list[float]]) -> None:
     passed = sum(w * sum(g) for w, g in zip(age, groups, strict=True))
     total = sum(w * 8 for w in age)
     assert estimate_pass_rate(groups, "beta") == pytest.approx((1 + passed) / (2 + total))
-    for how in ESTIMATES:
-        inside = 0 < estimate_pass_rate(groups, how) < 1
-        window = {"last": 1, "mean3": 3, "beta": 99}[how]
-        recent = groups[-window:]
-        silent = len(recent) == window and len({r for g in recent for r in g}) == 1
-        assert inside == (not silent)
+    for how, window in zip(ESTIMATES, (1, 3, 99), strict=True):
+        estimate, recent = estimate_pass_rate(groups, how), groups[-window:]
+        equal = len(recent) == window and len({r for g in recent for r in g}) == 1
+        assert (0 < estimate < 1) == (not equal)
+        assert estimate_pass_rate([torch.tensor(g) for g in groups], how) == estimate
 
 
-def test_estimates_refuse_other_names() -> None:
-    with pytest.raises(ValueError, match="median"):
-        estimate_pass_rate([], "median")
-
-
-@pytest.mark.parametrize("how", ESTIMATES)
-@pytest.mark.parametrize(
-    ("groups", "message"),
-    [
-        ([[1.0], []], "groups[1] = [] has no rewards"),
-        ([[2, 2]], "groups[0][0] = 2 is not in [0, 1]"),
-        ([[1, 0], [0.5, -0.5]], "groups[1][1] = -0.5 is not in [0, 1]"),
-        ([[0.0, math.nan]], "groups[0][1] = nan is not in [0, 1]"),
-    ],
-)
-def test_estimates_refuse_other_rewards(groups: list[list[float]], message: str, how: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        estimate_pass_rate(groups, how)
-
-
-def test_weighted_draws() -> None:
+def test_weighted_draws():
     wanted = torch.tensor([0.25, 0.09, 0.16, 0.0, 0.05], dtype=torch.float64)
     generator, first = gen(), torch.zeros(5, dtype=torch.float64)
     for _ in range(20_000):
-        first[draw_weighted(wanted.tolist(), 1, generator)] += 1
+        first[draw_weighted(wanted, 1, generator)] += 1
     assert (first / 20_000 - wanted / wanted.sum()).abs().max() < 0.012
     for count in range(7):
         drawn = draw_weighted(wanted.tolist(), count, generator)
         assert len(drawn) == len(set(drawn)) == min(count, 4) and 3 not in drawn
     assert draw_weighted([0.0, 0.0], 2, generator) == []
+    assert all(draw_weighted([0.0, 1e-310, 0.0], 1, gen(seed)) == [1] for seed in range(20))
+
+
+BAD = [
+    (filter_by_pass_rate, (TRAIN[:12], {task.name: 0 for task in TRAIN[:11]}), TRAIN[11].name),
+    (filter_by_pass_rate, ("ab", [0.5]), "pass_rates"),
+    *((filter_by_pass_rate, ("a", [0.5], *bounds), "low") for bounds in ((0.5, 0.5), (NAN, 1.0))),
+    *((filter_by_pass_rate, ("ab", [0.5, r]), r"pass_rates\[1\]") for r in (NAN, 8, -0.1, [], "x")),
+    (filter_by_pass_rate, ("ab", [0.5, None]), r"pass_rates\[1\]"),
+    (filter_by_pass_rate, ("ab", [0.5, [0.0, INF]]), r"pass_rates\[1\]\[1\]"),
+    (filter_by_pass_rate, ("ab", [[-1, -1, 1, 1], 0.5]), r"pass_rates\[0\]\[0\]"),
+    (filter_by_pass_rate, ("ab", [0.5, [0.0, 2.0]]), r"pass_rates\[1\]\[1\]"),
+    *((expected_groups_per_kept, (p, 8), "p ") for p in (-0.1, 1.1, NAN)),
+    (expected_groups_per_kept, (0.5, 0), "n "),
+    (estimate_pass_rate, ([], "median"), "how"),
+    (draw_weighted, ([1.0, -1.0], 1, gen()), r"weights\[1\]"),
+    (draw_weighted, ([1.0, NAN], 1, gen()), r"weights\[1\]"),
+    (draw_weighted, ([1.0, INF], 1, gen()), r"weights\[1\]"),
+    (draw_weighted, ([1.0, 1.0, 1.0], -1, gen()), "count"),
+    (fill_groups, (lambda n: [], 8, 24), r"sample\(8\) returned 0 groups"),
+    (fill_groups, (lambda n: groups_of([[0.0, 1.0]] * n), 0, 24), "want"),
+    *(
+        (estimate_pass_rate, (groups, how), rf"groups\[{index}")
+        for how in ESTIMATES
+        for groups, index in (([[1.0], []], 1), ([[2, 2]], r"0\]\[0"), ([[1, 0], [0.5, -0.5]], 1))
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "arguments", "names"), BAD)
+def test_bad_input_is_named(call, arguments, names):
+    with pytest.raises((TypeError, ValueError), match=names):
+        call(*arguments)
 
 
 # Dynamic sampling -----------------------------------------------------------------------------
 
 
-def groups_of(rewards: list[list[float]]) -> list[list[Trajectory]]:
+def groups_of(rewards):
     none = torch.zeros(0)
     return [[Trajectory(none, none, none, reward) for reward in group] for group in rewards]
 
 
 @given(st.lists(st.booleans(), min_size=60, max_size=60), st.integers(1, 9), st.integers(1, 40))
-def test_fill_groups_against_a_walk(live: list[bool], want: int, budget: int) -> None:
+def test_fill_groups_against_a_walk(live, want, budget):
     stream, asked = iter(live), []
 
-    def sample(count: int) -> list[list[Trajectory]]:
+    def sample(count):
         asked.append(count)
         assert len(asked) < 100, "endless sampling"
         return groups_of([[0.0, float(x)] for x in itertools.islice(stream, count)])
@@ -255,31 +223,31 @@ def test_fill_groups_against_a_walk(live: list[bool], want: int, budget: int) ->
         assert str(budget) in reason and f"{len(kept)} of {want}" in reason
 
 
-@pytest.mark.parametrize("reward", [1.0, 0.0, 0.3, 0.1])
-def test_silent_tasks_end_the_sampling_with_a_reason(reward: float) -> None:
-    calls = itertools.count()
-
-    def sample(count: int) -> list[list[Trajectory]]:
-        assert next(calls) < 100, "endless sampling"
-        return groups_of([[reward] * 3] * count)
-
-    kept, sampled, reason = fill_groups(sample, 8, 24)
-    assert (len(kept), len(sampled)) == (0, 24) and "24 groups" in reason
+@pytest.mark.parametrize("reward", [1.0, 0.0, 0.3, 0.1, torch.tensor(1.0), numpy.float32(0.1)])
+def test_equal_rewards_end_the_sampling_with_a_reason(reward):
+    rounds = iter(range(100))  # no endless sampling
+    kept, sampled, reason = fill_groups(
+        lambda count: groups_of([[reward] * 3] * (count + 0 * next(rounds))), 8, 24
+    )
+    assert (len(kept), len(sampled)) == (0, 24) and "24 groups" in reason and "0 of 8" in reason
 
 
-def test_a_dry_sampler_is_an_error_not_a_loop() -> None:
-    with pytest.raises(ValueError, match=r"sample\(8\) returned 0 groups"):
-        fill_groups(lambda n: [], 8, 24)
+@pytest.mark.parametrize("bad", [[NAN] * 3, [0.0, 1.0, NAN], [1.0, INF, 0.0], [0.0, None]])
+def test_rewards_that_are_no_numbers_are_named_by_group_and_index(bad):
+    index = next(i for i, x in enumerate(bad) if x is None or not math.isfinite(x))
+    fine = iter(groups_of([[0.0, 1.0], [1.0, 1.0], bad, [0.0, 1.0]]))
+    with pytest.raises((TypeError, ValueError), match=rf"groups\[2\]\[{index}\]"):
+        fill_groups(lambda n: list(itertools.islice(fine, 1 if n < 2 else n)), 2, 9)
 
 
 # Training -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def parity(monkeypatch: pytest.MonkeyPatch) -> None:
+def parity(monkeypatch):
     """Reward an even sum of tokens: a small random policy passes about half of its episodes."""
 
-    def sample(*args: Any) -> list[Trajectory]:
+    def sample(*args):
         trajs = sample_groups(*args)
         for traj in trajs:
             traj.reward = float(traj.ids.sum() % 2 == 0)
@@ -290,22 +258,19 @@ def parity(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("estimate", ESTIMATES)
-def test_open_bounds_are_train_rl(estimate: str, parity: None) -> None:
+def test_open_bounds_are_train_rl(estimate, parity):
     cfg = RLConfig(max_tokens=60, group_size=4, prompts_per_step=5, seed=4)
     ours, theirs = tiny(), tiny()
-    history = train_curriculum(ours, TRAIN, TOK, cfg, 5, low=-1, high=2, estimate=estimate)
+    history = train(5, ours, cfg=cfg, low=-1, high=2, estimate=estimate)
     assert history == train_rl(theirs, TRAIN, TOK, cfg, 5)
     assert weights(ours) == weights(theirs) != weights(tiny())
 
 
-Played = list[list[int]]
-
-
-def scripted(monkeypatch: pytest.MonkeyPatch, passes: Callable[[int, int, int], bool]) -> Played:
+def scripted(monkeypatch, passes):
     """Replace sampling and updating; task i's episode e passes in step s if passes(i, e, s)."""
-    played: Played = []
+    played = []
 
-    def sample(model: Any, env: Any, tasks: Any, tok: Any, cfg: Any, generator: Any) -> list:
+    def sample(model, env, tasks, tok, cfg, generator):
         step = len(played)
         played.append([TRAIN.index(task) for task in tasks])
         ids = torch.tensor([1, 2])
@@ -315,18 +280,27 @@ def scripted(monkeypatch: pytest.MonkeyPatch, passes: Callable[[int, int, int], 
             for e in range(cfg.group_size)
         ]
 
-    stats = {"loss": 0.0, "grad_norm": 0.0, "clip_fraction": 0.0, "zero_advantage": 0.0}
+    def update(model, optimizer, trajs, cfg):
+        zero = grpo.zero_advantage_groups([traj.reward for traj in trajs], cfg.group_size)
+        return {"loss": 0.0, "zero_advantage": zero.double().mean().item()}
+
     monkeypatch.setattr(curriculum, "sample_groups", sample)
-    monkeypatch.setattr(curriculum, "rl_update", lambda *args: dict(stats))
+    monkeypatch.setattr(grpo, "rl_update", update)
     return played
 
 
-def replay(
-    played: Played, history: list, passes: Callable, size: int, low: float, high: float
-) -> None:
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.3, 0.8), (-1.0, 1.0)])
+def test_pool_and_revisits_follow_the_last_group(monkeypatch, low, high):
     """Check each step's tasks, and its revisits, against the estimates known at that time."""
+
+    def passes(i, e, s):
+        return random.Random(f"{i} {e} {s}").random() < (i % 5) / 4
+
+    played = scripted(monkeypatch, passes)
+    history = train(60, low=low, high=high)
+    assert len(history) == len(played) == 60
     known = [0.5] * len(TRAIN)
-    for step, chosen in enumerate(played):
+    for step, (chosen, record) in enumerate(zip(played, history, strict=True)):
         pool = {i for i, p in enumerate(known) if low < p < high}
         inside = [i for i in chosen if i in pool]
         assert len(set(chosen)) == len(chosen)
@@ -334,31 +308,17 @@ def replay(
         assert len(chosen) - len(inside) == min(1, len(TRAIN) - len(pool))
         assert chosen[: len(inside)] == inside
         for i in chosen:
-            known[i] = sum(passes(i, e, step) for e in range(size)) / size
+            known[i] = sum(passes(i, e, step) for e in range(4)) / 4
         outside = chosen[len(inside) :]
-        if outside:
-            assert history[step]["revisits"] == len(outside)
-            assert history[step]["silent_revisits"] == sum(known[i] in (0, 1) for i in outside)
-        else:
-            assert "revisits" not in history[step]
+        assert record.get("revisits", 0) == len(outside)
+        equal = sum(known[i] in (0, 1) for i in outside)
+        assert record.get("zero_advantage_revisits", 0) == equal
+        assert record["zero_advantage"] == sum(known[i] in (0, 1) for i in chosen) / len(chosen)
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.3, 0.8), (-1.0, 1.0)])
-def test_pool_and_revisits_follow_the_last_group(
-    monkeypatch: pytest.MonkeyPatch, low: float, high: float
-) -> None:
-    def passes(i: int, e: int, s: int) -> bool:
-        return random.Random(f"{i} {e} {s}").random() < (i % 5) / 4
-
-    played = scripted(monkeypatch, passes)
-    history = train_curriculum(tiny(), TRAIN, TOK, SMALL, 60, low, high)
-    assert len(history) == len(played) == 60
-    replay(played, history, passes, SMALL.group_size, low, high)
-
-
-def test_every_task_solved_goes_on_with_revisits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_task_solved_goes_on_with_revisits(monkeypatch):
     played = scripted(monkeypatch, lambda i, e, s: True)
-    history = train_curriculum(tiny(), TRAIN, TOK, SMALL, 20, revisit=2)
+    history = train(20, revisit=2)
     assert set(itertools.chain(*played[:8])) == set(range(20))
     late = history[-5:]
     assert [step["episodes"] for step in late] == [2 * SMALL.group_size] * 5
@@ -366,116 +326,65 @@ def test_every_task_solved_goes_on_with_revisits(monkeypatch: pytest.MonkeyPatch
     assert all("reason" not in step for step in history[:6])
 
 
-def test_every_task_solved_without_revisits_stops(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    scripted(monkeypatch, lambda i, e, s: True)
-    history = train_curriculum(tiny(), TRAIN, TOK, SMALL, 20, revisit=0)
-    assert len(history) == 7 and "stopped after 7 of 20 steps" in history[-1]["reason"]
+def test_every_task_solved_without_revisits_stops(monkeypatch, tmp_path):
     path = tmp_path / "run.pt"
     options = {"revisit": 0, "checkpoint": path, "checkpoint_every": 50}
     scripted(monkeypatch, lambda i, e, s: True)
-    assert train_curriculum(tiny(), TRAIN, TOK, SMALL, 20, **options) == history
+    history = train(20, revisit=0)
+    assert len(history) == 7 and "stopped after 7 of 20 steps" in history[-1]["reason"]
+    assert train(20, **options) == history
     assert torch.load(path, weights_only=True)["history"] == history, "the last step is saved"
-    assert train_curriculum(tiny(), TRAIN, TOK, SMALL, 20, **options) == history
+    assert train(20, **options) == history
 
 
-def test_every_task_solved_dynamic(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dynamic_counts_what_it_paid_for_and_trains_on_what_it_kept(monkeypatch):
     scripted(monkeypatch, lambda i, e, s: True)
-    history = train_curriculum(tiny(), TRAIN, TOK, SMALL, 4, sampling="dynamic", max_groups=7)
+    history = train(4, sampling="dynamic", max_groups=7)
     assert [step["episodes"] for step in history] == [28] * 4
     assert all("budget of 7 groups" in step["reason"] for step in history)
+    scripted(monkeypatch, lambda i, e, s: i < 10 or e == 0)
+    sizes, update = [], grpo.rl_update
+    monkeypatch.setattr(grpo, "rl_update", lambda *a: sizes.append(len(a[2])) or update(*a))
+    for step, kept in zip(train(4, sampling="dynamic"), sizes, strict=True):
+        assert step["zero_advantage"] == pytest.approx(1 - kept / step["episodes"])
+        assert step["episodes"] >= kept == 12 and step["reward"] >= 0.25
 
 
-def test_proportional_draws_from_all_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proportional_draws_from_all_tasks(monkeypatch):
     played = scripted(monkeypatch, lambda i, e, s: i < 10)
-    train_curriculum(tiny(), TRAIN, TOK, SMALL, 100, estimate="beta", sampling="proportional")
+    train(100, estimate="beta", sampling="proportional")
     assert all(len(set(step)) == SMALL.prompts_per_step for step in played)
     assert set(itertools.chain(*played[50:])) == set(range(20))  # none is lost
+    assert "every weight is 0" in train(20, sampling="proportional")[-1]["reason"]
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "names"),
     [
-        ({"sampling": "random"}, "sampling must be one of"),
-        ({"estimate": "median"}, "estimate must be one of"),
-        ({"revisit": -1}, "revisit = -1"),
-        ({"low": 0.6, "high": 0.9, "revisit": 0}, "leaves out the start"),
-        ({"low": 1.0, "high": 0.0}, "must be below"),
-        ({"max_groups": -2}, "max_groups = -2"),
-        ({"max_groups": 0}, "max_groups = 0"),
-        ({"checkpoint_every": 0}, "checkpoint_every = 0"),
+        ({"sampling": "random"}, "sampling"), ({"estimate": "median"}, "estimate"),
+        ({"revisit": -1}, "revisit"), ({"low": 0.6, "high": 0.9, "revisit": 0}, "low"),
+        ({"low": 1.0, "high": 0.0}, "low"), ({"max_groups": -2}, "max_groups"),
+        ({"max_groups": 0}, "max_groups"), ({"checkpoint_every": 0}, "checkpoint_every"),
+        *(({"tasks": [], "sampling": s}, "tasks") for s in ("filter", "proportional", "dynamic")),
     ],
-)
-def test_bad_arguments(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        train_curriculum(tiny(), TRAIN, TOK, SMALL, 1, **options)
+)  # fmt: skip
+def test_bad_arguments(options, names):
+    with pytest.raises(ValueError, match=names):
+        train(1, **options)
 
 
-def test_a_run_that_on_step_ended_stays_ended(tmp_path: Path) -> None:
-    path, stop = tmp_path / "run.pt", lambda model, history: len(history) == 2
-    options = {"on_step": stop, "checkpoint": path}
-    history = train_curriculum(tiny(), TRAIN, TOK, SMALL, 5, **options)
-    assert len(history) == 2 and "on_step ended the run after 2 of 5" in history[-1]["reason"]
-    assert train_curriculum(tiny(), TRAIN, TOK, SMALL, 5, **options) == history
+def test_on_step_ends_a_run_for_good(tmp_path):
+    lengths = []
 
-
-def test_a_curriculum_is_not_resumed_without_its_rule(tmp_path: Path) -> None:
-    path = tmp_path / "run.pt"
-    train_curriculum(tiny(), TRAIN, TOK, SMALL, 1, low=numpy.float64(-1), high=2, checkpoint=path)
-    with pytest.raises(ValueError, match="rule"):
-        train_rl(tiny(), TRAIN, TOK, SMALL, 2, checkpoint=path)
-    again = {"low": numpy.float64(-1), "high": 2, "checkpoint": path}
-    assert len(train_curriculum(tiny(), TRAIN, TOK, SMALL, 2, **again)) == 2
-
-
-def test_no_jobs_and_no_workers() -> None:
-    assert run_arms([]) == []
-    with pytest.raises(ValueError, match="workers = 0"):
-        run_arms([{}], workers=0)
-
-
-@pytest.mark.parametrize("sampling", curriculum.SAMPLINGS)
-def test_no_tasks_are_refused(sampling: str) -> None:
-    with pytest.raises(ValueError, match="tasks is empty"):
-        train_curriculum(tiny(), [], TOK, SMALL, 1, sampling=sampling)
-
-
-def test_open_bounds_keep_every_group() -> None:
-    for rewards in ([-5.0, 0.0], [0.0, 10.0], [-5.0, -5.0], [0.0, 1.0], [1.0, 1.0]):
-        assert is_kept(rewards, -1, 2), rewards
-
-
-def test_weights_are_checked_and_none_takes_anothers_place() -> None:
-    for bad in (-1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match=re.escape(f"weights[1] = {bad} is")):
-            draw_weighted([1.0, bad], 1, gen())
-    with pytest.raises(ValueError, match="count = -1"):
-        draw_weighted([1.0, 1.0, 1.0], -1, gen())
-    for seed in range(20):
-        assert draw_weighted([0.0, 1e-310, 0.0], 1, gen(seed)) == [1]
-
-
-def test_rewards_are_compared_by_value() -> None:
-    def sample(count: int) -> list[list[Trajectory]]:
-        ids = torch.tensor([1, 2])
-        one = lambda: Trajectory(ids, ids[1:] > 0, torch.zeros(1), torch.tensor(1.0))  # noqa: E731
-        return [[one() for _ in range(4)] for _ in range(count)]
-
-    kept, sampled, reason = fill_groups(sample, 2, 6)
-    assert not kept and len(sampled) == 6 and "0 of 2 kept" in reason
-
-
-def test_on_step_ends_a_run() -> None:
-    lengths: list[int] = []
-
-    def on_step(model: nn.Module, history: list[dict[str, Any]]) -> bool:
+    def on_step(model, history):
         lengths.append(len(history))
         return len(history) == 2
 
-    assert len(train_curriculum(tiny(), TRAIN, TOK, SMALL, 5, on_step=on_step)) == 2
-    assert lengths == [1, 2]
-    train_curriculum(tiny(), TRAIN, TOK, SMALL, 1, on_step=on_step)
+    options = {"on_step": on_step, "checkpoint": tmp_path / "run.pt"}
+    history = train(5, **options)
+    assert len(history) == 2 and "on_step ended the run after 2 of 5" in history[-1]["reason"]
+    assert train(5, **options) == history and lengths == [1, 2]
+    train(1, on_step=on_step)
     assert lengths == [1, 2, 1]  # after the last step too
 
 
@@ -492,160 +401,39 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("every", [1, 2])
-def test_a_killed_run_resumes_exactly(
-    options: dict[str, Any],
-    every: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    parity: None,
-) -> None:
-    path = tmp_path / "run.pt"
-    cfg = RLConfig(max_tokens=40, group_size=4, prompts_per_step=8, seed=1)
-    whole = tiny()
-    history = train_curriculum(whole, TRAIN, TOK, cfg, 6, **options)
-    update = curriculum.rl_update
-
-    def fail_at(step: int) -> Callable[..., dict[str, float]]:
+def test_a_killed_run_resumes_exactly(options, every, tmp_path, monkeypatch, parity):
+    whole, resumed = tiny(), tiny()
+    history = train(6, whole, cfg=LARGER, **options)
+    update = grpo.rl_update
+    saving = {**options, "checkpoint": tmp_path / "run.pt", "checkpoint_every": every}
+    for step in (3, 0, 1):
         calls = itertools.count()
 
-        def failing(*args: Any) -> dict[str, float]:
+        def failing(*args, step=step, calls=calls):
             if next(calls) == step:
                 raise KeyboardInterrupt
             return update(*args)
 
-        return failing
-
-    for step in (3, 0, 1):
-        monkeypatch.setattr(curriculum, "rl_update", fail_at(step))
+        monkeypatch.setattr(grpo, "rl_update", failing)
         with pytest.raises(KeyboardInterrupt):
-            train_curriculum(
-                tiny(), TRAIN, TOK, cfg, 6, **options, checkpoint=path, checkpoint_every=every
-            )
-    monkeypatch.setattr(curriculum, "rl_update", update)
-    resumed = tiny()
-    again = train_curriculum(
-        resumed, TRAIN, TOK, cfg, 6, **options, checkpoint=path, checkpoint_every=every
-    )
+            train(6, cfg=LARGER, **saving)
+    monkeypatch.setattr(grpo, "rl_update", update)
+    again = train(6, resumed, cfg=LARGER, **saving)
     assert again == history and weights(resumed) == weights(whole) != weights(tiny())
     assert any(0 < step["reward"] < 1 for step in history)
-    assert train_curriculum(tiny(), TRAIN, TOK, cfg, 6, **options, checkpoint=path) == history
+    assert train(6, cfg=LARGER, **saving) == history
 
 
-def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     path = tmp_path / "run.pt"
-    train_curriculum(tiny(), TRAIN, TOK, SMALL, 2, checkpoint=path)
+    train(2, low=numpy.float64(0.0), checkpoint=path)
     for options in ({"revisit": 2}, {"low": 0.1}, {"estimate": "mean3"}, {"sampling": "dynamic"}):
         with pytest.raises(ValueError, match="has rule"):
-            train_curriculum(tiny(), TRAIN, TOK, SMALL, 2, checkpoint=path, **options)
+            train(2, checkpoint=path, **options)
+    with pytest.raises(ValueError, match="has rule"):
+        train_rl(tiny(), TRAIN, TOK, SMALL, 2, checkpoint=path)
     with pytest.raises(ValueError, match="has tasks"):
-        train_curriculum(tiny(), TRAIN[1:], TOK, SMALL, 2, checkpoint=path)
+        train(2, tasks=TRAIN[1:], checkpoint=path)
     with pytest.raises(ValueError, match="2 steps, more than 1"):
-        train_curriculum(tiny(), TRAIN, TOK, SMALL, 1, checkpoint=path)
-
-
-SCRIPT = """
-import sys, torch
-from agentrl import curriculum
-from agentrl.grpo import RLConfig
-from agentrl.gym import build_tokenizer, make_tasks
-from agentrl.policy import TinyAgent
-torch.set_num_threads(1)
-sample_groups = curriculum.sample_groups
-
-def sample(*args):
-    trajs = sample_groups(*args)
-    for traj in trajs:
-        traj.reward = float(traj.ids.sum() % 2 == 0)
-    return trajs
-
-curriculum.sample_groups = sample
-tok = build_tokenizer(make_tasks())
-model = TinyAgent(len(tok), d_model=16, n_layers=1, n_heads=2, seed=3)
-cfg = RLConfig(max_tokens=40, group_size=4, prompts_per_step=8, seed=1)
-curriculum.train_curriculum(
-    model, make_tasks("train"), tok, cfg, 2000, checkpoint=sys.argv[1], checkpoint_every=1
-)
-"""
-
-
-def test_sigkill(tmp_path: Path, parity: None) -> None:
-    path = tmp_path / "run.pt"
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    child = subprocess.Popen([sys.executable, "-c", SCRIPT, str(path)], env=env)
-    deadline = time.monotonic() + 120
-    while not path.exists() and child.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.3)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    cfg = RLConfig(max_tokens=40, group_size=4, prompts_per_step=8, seed=1)
-    done = len(torch.load(path, weights_only=True)["history"])
-    resumed, whole = tiny(), tiny()
-    history = train_curriculum(resumed, TRAIN, TOK, cfg, done + 2, checkpoint=path)
-    assert history == train_curriculum(whole, TRAIN, TOK, cfg, done + 2)
-    assert weights(resumed) == weights(whole)
-
-
-# Runs side by side ----------------------------------------------------------------------------
-
-
-RUN = """
-import agentrl as arl
-
-if __name__ == "__main__":
-    arl.run_arms([{"steps": 500, "score_every": 10**9}], workers=1)
-"""
-
-
-def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    script = tmp_path / "run.py"
-    script.write_text(RUN)
-    root = Path(__file__).resolve().parents[2]
-    parent = subprocess.Popen([sys.executable, script], env={**os.environ, "PYTHONPATH": str(root)})
-    try:
-        listed = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
-        wait(lambda: len(listed.read_text().split()) > 1)  # the worker, and who cleans up
-        children = [Path("/proc", pid) for pid in listed.read_text().split()]
-    finally:
-        parent.kill()
-        parent.wait()
-    wait(lambda: not any(map(runs, children)))
-
-
-def runs(process: Path) -> bool:
-    try:
-        return ") Z" not in (process / "stat").read_text()
-    except OSError:
-        return False
-
-
-def wait(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
-def test_workers_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = [
-        {"cfg": {"seed": seed}, "steps": 2, "budget": 64, "score_every": 32, **options}
-        for seed, options in ((0, {}), (1, {"sampling": "dynamic", "max_groups": 8}))
-    ]
-    one, two = run_arms(jobs, workers=1), run_arms(jobs, workers=2)
-    assert one == two and len(one) == 2
-    for run in one:
-        assert run["scores"][-1]["episodes"] == sum(s["episodes"] for s in run["history"])
-        assert all(0 <= score["pass_rate"] <= 1 for score in run["scores"])
-
-
-def test_an_arm_is_scored_at_its_end_however_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    scripted(monkeypatch, lambda i, e, s: True)
-    monkeypatch.setattr(curriculum, "make_rl_base", lambda tok: tiny())
-    monkeypatch.setattr(curriculum, "evaluate", lambda *_, **__: {"pass_rate": 0.5, "stderr": 0.1})
-    cfg = {"max_tokens": 40, "group_size": 4, "prompts_per_step": 3}
-    run = curriculum.run_arm({"cfg": cfg, "steps": 20, "revisit": 0})
-    assert len(run["history"]) == 7
-    spent = sum(step["episodes"] for step in run["history"])
-    assert [score["episodes"] for score in run["scores"]] == [spent]
-    with pytest.raises(ValueError, match="checkpoint"):
-        curriculum.run_arm({"cfg": cfg, "steps": 1, "checkpoint": "run.pt"})
+        train(1, checkpoint=path)
+    assert len(train(3, checkpoint=path)) == 3
