@@ -83,6 +83,18 @@ ERRORS = [
         TypeError,
         "y must be a tensor, got lis",
     ),
+    (
+        lambda: check.shapes(x=(F(2, 3), "B T"), y=(None, "B?"), z=(F(3), "B?")),
+        ValueError,
+        "z [3] must be [B] with B = 2",
+    ),
+    (lambda: check.shapes(x=(None, "B")), TypeError, "x must be a tensor, got NoneType"),
+    (
+        lambda: check.head(torch.nn.Sequential()),
+        TypeError,
+        "weight is a torch.nn.modules.container.Sequential, which may do more than multiply and "
+        "add its own bias: give its weight [V, D], with any adapter merged in",
+    ),
     (lambda: check.mask("m", T([[1, 0.5]])), ValueError, "m[0, 1] = 0.5 must be 0 or 1"),
     (lambda: check.mask("m", T([0.0, -INF])), ValueError, "m[1] = -inf must be 0 or 1"),
     (lambda: check.mask("m", T([NAN])), ValueError, "m[0] = nan must be 0 or 1"),
@@ -162,3 +174,10 @@ def test_the_first_offence_is_named(values, least, most):
         assert str(caught.value).startswith(wrong[0] + " ")
     else:
         assert check.integers("xs", values, least, cap=most) == values
+
+
+def test_a_head_is_a_weight_or_a_linear_module():
+    linear, bias = torch.nn.Linear(2, 3), F(3)
+    assert check.head(linear) == (linear.weight, linear.bias)
+    assert check.head(linear.weight) == (linear.weight, None)
+    assert check.head(linear.weight, bias) == (linear.weight, bias)
