@@ -5,10 +5,15 @@ This module is written by hand; the chapters import it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, ParamSpec
 
-__all__ = ["AuditError", "CheckResult", "judge"]
+__all__ = ["AuditError", "CheckResult", "Finding", "as_check"]
+
+P = ParamSpec("P")
 
 
 class AuditError(AssertionError):
@@ -55,21 +60,51 @@ class CheckResult:
         return f"<{self.check} {verdict}; {_number(self.worst)} {self.unit} at {self.index}>"
 
 
-def judge(strict: bool, **fields: Any) -> CheckResult:
-    """Build the result of a check, which passes if `worst` is at most `threshold`; NaN is not.
+@dataclass(frozen=True)
+class Finding:
+    """One question of a check: what was found, and what would have been allowed.
 
-    Args:
-        strict: raise `AuditError` with the report if it fails.
-        **fields: those of `CheckResult` without `passed`; `likely` is dropped if it passes.
+    The fields are those of `CheckResult`. NaN is never allowed.
     """
-    worst, threshold = float(fields.pop("worst")), float(fields.pop("threshold"))
-    passed = worst <= threshold
-    if passed:
-        fields["likely"] = ""
-    result = CheckResult(passed=passed, worst=worst, threshold=threshold, **fields)
-    if strict and not passed:
-        raise AuditError(str(result))
-    return result
+
+    worst: float
+    unit: str
+    index: str
+    threshold: float
+    why: str
+    likely: str = ""
+    trace: tuple[float, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.worst <= self.threshold)
+
+    def but(self, **changes: Any) -> Finding:
+        """Return the same finding with other fields."""
+        return replace(self, **changes)
+
+
+def as_check(questions: Callable[P, Iterator[Finding]]) -> Callable[P, CheckResult]:
+    """Make a check of a generator: its result is the first finding that fails, or else the last.
+
+    A keyword `strict=True` of the check raises `AuditError` with the report if it fails.
+    """
+
+    @functools.wraps(questions)
+    def check(*args: P.args, **kwargs: P.kwargs) -> CheckResult:
+        for found in questions(*args, **kwargs):
+            last = found
+            if not found.passed:
+                break
+        fields = vars(last.but(likely="" if last.passed else last.likely))
+        result = CheckResult(questions.__name__, last.passed, **fields)
+        if kwargs.get("strict") and not result:
+            raise AuditError(str(result))
+        return result
+
+    signature = inspect.signature(questions).replace(return_annotation=CheckResult)
+    check.__dict__["__signature__"] = signature
+    return check
 
 
 def _number(x: float) -> str:

@@ -5,17 +5,15 @@ How many GPU-hours does a run cost, and which half dominates: sampling episodes,
 """
 
 import argparse
-import inspect
 import json
 import math
 import sys
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
 from typing import Any
-
-import torch
 
 from agentrl import check
 
@@ -28,11 +26,11 @@ __all__ = [
     "accelerator",
     "causal_pairs",
     "command_line",
+    "decode_flops",
     "decode_tokens_per_s",
     "decode_weights",
     "forward_flops",
     "matmul_weights",
-    "measure_accelerator",
     "prefill_seconds",
     "prefill_tokens",
     "run_cost",
@@ -47,13 +45,10 @@ class ModelShape:
     """The shape of a decoder-only transformer: what its parameters, FLOPs and cache follow from.
 
     Attributes:
-        vocab, d_model: V and D.
-        heads, kv_heads, head_dim: of queries and of keys; `v_dim` is the width of a value head,
-            by default `head_dim`.
-        ffn: inner width of a dense layer's network; `gated` networks have three matrices, others
-            two.
-        windows: one entry per layer, its attention window in tokens, None for full attention.
-        sparse: one entry per layer, whether its network is a mixture of experts; by default none.
+        head_dim, v_dim: width of a key, and of a value, by default the same.
+        ffn: inner width of a dense layer's network, of three matrices if `gated`, else of two.
+        windows: for each layer its attention window in tokens, None for full attention.
+        sparse: for each layer whether its network is a mixture of experts; by default none.
         experts, top_k, expert_ffn: routed experts, how many a token uses, their inner width.
         shared_ffn, shared_gate: inner width of the experts that every token uses; a gate for them.
         q_lora, kv_lora, rope_dim: ranks of latent attention, and the part of `head_dim` that
@@ -61,7 +56,7 @@ class ModelShape:
         tied: the output head is the embedding.
         qkv_bias, o_bias, mlp_bias: which products have a bias (latent attention: the two
             down-projections, the output).
-        qk_norm: queries and keys are normalised per head. `norms`: per layer, each of width D.
+        qk_norm, norms: queries and keys are normalised per head; norms per layer, of width D.
         positions: rows of a learned position table.
     """
 
@@ -72,7 +67,7 @@ class ModelShape:
     head_dim: int
     ffn: int
     windows: tuple[int | None, ...]
-    v_dim: int | None = None
+    v_dim: int = 0
     gated: bool = True
     sparse: tuple[bool, ...] = ()
     experts: int = 0
@@ -92,15 +87,28 @@ class ModelShape:
     positions: int = 0
 
     def __post_init__(self) -> None:
-        _check_shape(self)
+        set_ = partial(object.__setattr__, self)  # Python's integers do not overflow
+        for field in fields(self):
+            if field.type in (int, "int"):
+                least = int(field.default != 0)
+                set_(field.name, check.integer(field.name, getattr(self, field.name), least))
+        check.not_empty("windows", self.windows)
+        for i, window in enumerate(self.windows):
+            check.integer(f"windows[{i}]", 1 if window is None else window)
+        if self.sparse and len(self.sparse) != self.layers:
+            raise ValueError(f"sparse has {len(self.sparse)} layers, windows {self.layers}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads = {self.heads} is no multiple of kv_heads = {self.kv_heads}")
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k = {self.top_k} exceeds experts = {self.experts}")
+        set_("v_dim", self.v_dim or self.head_dim)
 
     @classmethod
     def from_config(cls, config: Any) -> "ModelShape":
         """Read a `transformers` config, given as the object, or as the dict of a `config.json`.
 
         Raises:
-            ValueError: if the architecture is not known, or the config lacks something; it says
-                what is missing.
+            ValueError: naming what is missing: an architecture that is not known, or a key.
         """
         return cls(**_read_config(config))
 
@@ -110,85 +118,54 @@ class ModelShape:
         return len(self.windows)
 
     @property
-    def value_dim(self) -> int:
-        """Width of a value head."""
-        return self.v_dim or self.head_dim
-
-    @property
-    def sparse_layers(self) -> int:
-        """Number of layers with a mixture of experts."""
-        return sum(self.sparse)
-
-    @property
     def params(self) -> int:
         """All parameters, as `model.parameters()` counts them; a tied table counts once."""
-        embedding = (self.vocab + self.positions) * self.d_model
-        head = self.vocab * self.d_model
-        matrices = matmul_weights(self, self.experts) - (head if self.tied else 0)
-        return embedding + matrices + _vectors(self)
+        tables = self.vocab * (not self.tied) + self.positions
+        return tables * self.d_model + matmul_weights(self, self.experts) + _vectors(self)
 
     @property
     def active_params(self) -> int:
         """Parameters that one token meets: all but the experts that it is not routed to."""
-        idle = self.sparse_layers * (self.experts - self.top_k)
-        return self.params - idle * 3 * self.d_model * self.expert_ffn
+        return self.params - matmul_weights(self, self.experts) + matmul_weights(self)
 
-    def kv_bytes(self, context: int, bytes_per_value: float = 2.0) -> float:
+    def keys(self, context: float) -> float:
+        """Keys that a token sees after `context` tokens, summed over the layers."""
+        context = check.number("context", context, least=0)
+        return sum(min(context, window or context) for window in self.windows)
+
+    def kv_bytes(self, context: float, bytes_per_value: float = 2.0) -> float:
         """Bytes that the cache of one sequence holds after `context` tokens."""
-        held = (min(context, window or context) for window in self.windows)
-        return _cached_values(self) * bytes_per_value * sum(held)
-
-    def kv_bytes_per_token(self, bytes_per_value: float = 2.0) -> float:
-        """Bytes by which the cache of one sequence grows per token, while no window is full."""
-        return self.kv_bytes(1, bytes_per_value)
-
-
-def _check_shape(shape: "ModelShape") -> None:
-    for name in ("vocab", "d_model", "heads", "kv_heads", "head_dim", "ffn", "norms"):
-        check.integer(name, getattr(shape, name))
-    check.not_empty("windows", shape.windows)
-    for i, window in enumerate(shape.windows):
-        check.integer(f"windows[{i}]", 1 if window is None else window)
-    if shape.sparse and len(shape.sparse) != len(shape.windows):
-        raise ValueError(f"sparse has {len(shape.sparse)} layers, windows {len(shape.windows)}")
-    if shape.heads % shape.kv_heads:
-        raise ValueError(f"heads = {shape.heads} is no multiple of kv_heads = {shape.kv_heads}")
-    if shape.top_k > shape.experts:
-        raise ValueError(f"top_k = {shape.top_k} exceeds experts = {shape.experts}")
+        per_key = self.kv_heads * (self.head_dim + self.v_dim)
+        if self.kv_lora:  # the latent, and one rotated key for all heads
+            per_key = self.kv_lora + self.rope_dim
+        return per_key * bytes_per_value * self.keys(context)
 
 
 def matmul_weights(shape: ModelShape, experts: float | None = None) -> int:
-    """Count the weights that multiply a token in matrix products.
+    """Count the weights that multiply a token, the output head too; an embedding is a look-up.
 
     Args:
-        shape: of the model.
         experts: routed experts to count per layer; by default those that one token uses.
-
-    Returns:
-        Weights of attention, networks, routers and the output head. The embedding is a look-up
-        and counts 0.
     """
     D, H = shape.d_model, shape.heads
+    attention = D * (H + shape.kv_heads) * shape.head_dim + D * shape.kv_heads * shape.v_dim
     if shape.kv_lora:
-        query = shape.q_lora * (D + H * shape.head_dim) if shape.q_lora else D * H * shape.head_dim
-        up = shape.head_dim - shape.rope_dim + shape.value_dim  # of the latent, to keys and values
+        query = shape.q_lora * (D + H * shape.head_dim) or D * H * shape.head_dim
+        up = shape.head_dim - shape.rope_dim + shape.v_dim  # of the latent, to keys and values
         attention = query + D * (shape.kv_lora + shape.rope_dim) + shape.kv_lora * H * up
-    else:
-        attention = D * (H + shape.kv_heads) * shape.head_dim
-        attention += D * shape.kv_heads * shape.value_dim
-    attention += H * shape.value_dim * D
+    attention += H * shape.v_dim * D
     routed = shape.top_k if experts is None else experts
-    sparse = D * shape.experts + 3 * D * (routed * shape.expert_ffn + shape.shared_ffn)
-    sparse += D * shape.shared_gate
+    sparse = D * (shape.experts + shape.shared_gate)
+    sparse += 3 * D * (routed * shape.expert_ffn + shape.shared_ffn)
     dense = (3 if shape.gated else 2) * D * shape.ffn
-    networks = shape.sparse_layers * sparse + (shape.layers - shape.sparse_layers) * dense
+    networks = sum(shape.sparse) * sparse + (shape.layers - sum(shape.sparse)) * dense
     return shape.layers * attention + networks + shape.vocab * D
 
 
 def _vectors(shape: ModelShape) -> int:
-    # Norms and biases: part of the parameters, not of the FLOPs.
+    """Count norms and biases: part of the parameters, not of the FLOPs."""
     D = shape.d_model
-    qkv = (shape.heads + shape.kv_heads) * shape.head_dim + shape.kv_heads * shape.value_dim
+    qkv = (shape.heads + shape.kv_heads) * shape.head_dim + shape.kv_heads * shape.v_dim
     norms = shape.norms * D + 2 * shape.head_dim * shape.qk_norm
     if shape.kv_lora:
         qkv = shape.q_lora + shape.kv_lora + shape.rope_dim
@@ -197,143 +174,133 @@ def _vectors(shape: ModelShape) -> int:
     wide = 2 if shape.gated else 1
     dense = (wide * shape.ffn + D) * shape.mlp_bias
     sparse = (wide * shape.shared_ffn + D) * shape.mlp_bias * bool(shape.shared_ffn)
-    networks = shape.sparse_layers * sparse + (shape.layers - shape.sparse_layers) * dense
+    networks = sum(shape.sparse) * sparse + (shape.layers - sum(shape.sparse)) * dense
     return shape.layers * attention + networks + D
 
 
-def _cached_values(shape: ModelShape) -> int:
-    # Per layer and token. Latent attention keeps the latent and one rotated key for all heads.
-    if shape.kv_lora:
-        return shape.kv_lora + shape.rope_dim
-    return shape.kv_heads * (shape.head_dim + shape.value_dim)
+# Where a config says a field of `ModelShape`: under a key; or under (key, value where it is absent,
+# value where it is null, by default the same), `...` for an error. Else the field itself.
+_DECODER = {
+    "vocab": "vocab_size",
+    "d_model": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": ("head_dim", None),  # hidden_size / num_attention_heads
+    "ffn": "intermediate_size",
+    "tied": ("tie_word_embeddings", False),
+}
+_BIAS = dict.fromkeys(("qkv_bias", "o_bias"), ("attention_bias", False))
+_MLP_BIAS = {"mlp_bias": ("mlp_bias", False)}
+_GEMMA = {**_BIAS, "head_dim": "head_dim", "tied": ("tie_word_embeddings", True)}
+_QWEN3 = {**_BIAS, "head_dim": "head_dim", "qk_norm": True}
+_EXPERTS = {"top_k": "num_experts_per_tok", "expert_ffn": "moe_intermediate_size"}
+_QWEN_EXPERTS = {**_EXPERTS, "experts": ("num_experts", None)}  # or num_local_experts
+_LATENT = {
+    **_BIAS,
+    **_EXPERTS,
+    "experts": "n_routed_experts",
+    "shared_ffn": ("n_shared_experts", ..., 0),  # times expert_ffn
+    "kv_heads": "num_attention_heads",
+    "head_dim": "qk_nope_head_dim",  # plus rope_dim
+    "rope_dim": "qk_rope_head_dim",
+    "v_dim": "v_head_dim",
+    "kv_lora": "kv_lora_rank",
+    "q_lora": ("q_lora_rank", ..., 0),
+}
+_SHARED = {"shared_ffn": "shared_expert_intermediate_size", "shared_gate": True}
+_ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": _LATENT | _MLP_BIAS,
+    "deepseek_v3": _LATENT,
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA | {"norms": 4},
+    "gemma3_text": _GEMMA | {"norms": 4, "qk_norm": True},
+    "llama": _BIAS | _MLP_BIAS | {"kv_heads": ("num_key_value_heads", None)},  # as many as heads
+    "mistral": {},
+    "mixtral": _EXPERTS | {"experts": "num_local_experts", "expert_ffn": "intermediate_size"},
+    "qwen2": {"qkv_bias": True},
+    "qwen2_moe": _QWEN_EXPERTS | _SHARED | {"qkv_bias": ("qkv_bias", True)},
+    "qwen3": _QWEN3,
+    "qwen3_moe": _QWEN3 | _QWEN_EXPERTS,
+}
 
 
-_ARCHITECTURES = (
-    "deepseek_v2",
-    "deepseek_v3",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "llama",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-)
-
-
-def _getter(config: Any, kind: str) -> Any:
+def _getter(config: Any, kind: str) -> Callable[..., Any]:
     read = config.get if isinstance(config, Mapping) else partial(getattr, config)
 
-    def get(name: str, *other: Any, null: Any = None) -> Any:
-        """Read a field; `other` stands for an absent one and, without `null`, for None."""
-        value = read(name, absent := object())
-        if value is None and null is not None:
-            return null
-        if value is None or value is absent:
-            if not other:
-                raise ValueError(f"the {kind} config lacks {name!r}")
-            return other[0]
-        if isinstance(value, str) and name != "model_type":
-            raise TypeError(f"{name} = {value!r} is a text")
-        return value
+    def get(key: str, absent: Any = ..., *null: Any) -> Any:
+        value = read(key, missing := object())
+        if value is None or value is missing:
+            value = null[0] if null and value is None else absent
+        if value is ...:
+            raise ValueError(f"the {kind} config lacks {key!r}")
+        if value is None or key == "model_type" or isinstance(value, bool | list | tuple | dict):
+            return value
+        return check.integer(key, value, 0)
 
     return get
 
 
 def _read_config(config: Any) -> dict[str, Any]:
     kind = _getter(config, "given")("model_type")
-    if _getter(config, kind)("text_config", None) is not None:
+    get = _getter(config, kind)
+    if get("text_config", None) is not None:
         raise ValueError(f"{kind!r} holds more than a decoder: pass its text_config")
     if kind not in _ARCHITECTURES:
         raise ValueError(
             f"unknown architecture {kind!r}: missing is how its layers compute and cache; "
             f"known are {', '.join(_ARCHITECTURES)}"
         )
-    get = _getter(config, kind)
-    bias = get("attention_bias", False)
-    shape = {
-        "vocab": get("vocab_size"),
-        "d_model": get("hidden_size"),
-        "heads": get("num_attention_heads"),
-        "ffn": get("intermediate_size"),
-        "tied": get("tie_word_embeddings", kind.startswith("gemma")),
-        "windows": _windows(get, kind),
-        "qkv_bias": kind == "qwen2" or (get("qkv_bias", True) if kind == "qwen2_moe" else bias),
-        "o_bias": bias and kind not in ("qwen2", "qwen2_moe"),
-        "mlp_bias": get("mlp_bias", False) if kind in ("llama", "deepseek_v2") else False,
-        "qk_norm": kind in ("qwen3", "qwen3_moe", "gemma3_text"),
-        "norms": 4 if kind in ("gemma2", "gemma3_text") else 2,
-    }
-    if kind in ("mistral", "mixtral"):
-        shape |= {"qkv_bias": False, "o_bias": False}
-    shape |= _heads(get, kind, shape["d_model"], shape["heads"])
-    return shape | _experts(get, kind, len(shape["windows"]))
+    shape = dict(_DECODER | _ARCHITECTURES[kind])
+    for name, source in shape.items():
+        if isinstance(source, str | tuple):
+            shape[name] = get(*([source] if isinstance(source, str) else source))
+    if shape["head_dim"] is None:
+        shape["head_dim"] = shape["d_model"] // max(1, shape["heads"])
+    if shape["kv_heads"] is None:
+        shape["kv_heads"] = shape["heads"]
+    if "kv_lora" in shape:
+        shape["head_dim"] += shape["rope_dim"]
+        shape["shared_ffn"] *= shape["expert_ffn"]
+    if "experts" in shape:
+        shape["experts"] = shape["experts"] or get("num_local_experts")
+        shape["sparse"] = _sparse_layers(get, kind)
+    return shape | {"windows": _windows(get, kind)}
 
 
-def _heads(get: Any, kind: str, d_model: int, heads: int) -> dict[str, int]:
-    if kind.startswith("deepseek"):
-        rope = get("qk_rope_head_dim")
-        shape = {"head_dim": get("qk_nope_head_dim") + rope, "rope_dim": rope}
-        shape |= {"v_dim": get("v_head_dim"), "kv_heads": heads}
-        return shape | {"kv_lora": get("kv_lora_rank"), "q_lora": get("q_lora_rank", null=0)}
-    # Where a class has a fixed default of its own, the config must say the width.
-    divided = () if kind.startswith(("gemma", "qwen3")) else (d_model // heads,)
-    default = (heads,) if kind == "llama" else ()
-    return {
-        "head_dim": get("head_dim", *divided),
-        "kv_heads": get("num_key_value_heads", *default),
-    }
-
-
-def _windows(get: Any, kind: str) -> tuple[int | None, ...]:
+def _windows(get: Callable[..., Any], kind: str) -> tuple[int | None, ...]:
     layers = range(get("num_hidden_layers"))
-    types = get("layer_types", None)
-    if types is not None:
+    slides = [False for _ in layers]
+    if (types := get("layer_types", None)) is not None:
         if len(types) != len(layers):
             raise ValueError(f"layer_types has {len(types)}, num_hidden_layers = {len(layers)}")
         for i, name in enumerate(types):
-            if name not in ("full_attention", "sliding_attention"):
-                raise ValueError(f"layer_types[{i}] = {name!r}: missing is how it computes")
+            check.one_of(f"layer_types[{i}]", name, ("full_attention", "sliding_attention"))
         slides = [name == "sliding_attention" for name in types]
     elif kind in ("mistral", "mixtral"):
-        # Mistral's class has a window of its own where the key is missing, Mixtral's has none.
-        absent = (None,) if kind == "mixtral" else ()
-        slides = [bool(get("sliding_window", *absent, null=0)) for _ in layers]
+        # Mistral's class has a window of its own where the key is absent, Mixtral's has none.
+        window = get("sliding_window", ... if kind == "mistral" else 0, 0)
+        slides = [bool(window) for _ in layers]
     elif kind in ("gemma2", "gemma3_text"):
         period = 2 if kind == "gemma2" else get("sliding_window_pattern", 6)
-        slides = [bool((i + 1) % period) for i in layers]
+        period = check.integer("sliding_window_pattern", period)
+        slides = [(i + 1) % period > 0 for i in layers]
     elif kind.startswith("qwen") and get("use_sliding_window", False):
-        slides = [kind == "qwen3_moe" or i >= get("max_window_layers") for i in layers]
-        if kind == "qwen2_moe":
-            slides = [bool((i + 1) % 2) and i < get("max_window_layers") for i in layers]
-    else:
-        slides = [False for _ in layers]
+        full = 0 if kind == "qwen3_moe" else get("max_window_layers")
+        slides = [(i % 2 == 0 and i < full) if kind == "qwen2_moe" else i >= full for i in layers]
     return tuple(get("sliding_window") if slide else None for slide in slides)
 
 
-def _experts(get: Any, kind: str, layers: int) -> dict[str, Any]:
-    if kind == "mixtral":
-        found = {"experts": get("num_local_experts"), "expert_ffn": get("intermediate_size")}
-        sparse = [True] * layers
-    elif kind in ("qwen2_moe", "qwen3_moe"):
-        name = "num_experts" if get("num_experts", None) else "num_local_experts"
-        found = {"experts": get(name), "expert_ffn": get("moe_intermediate_size")}
-        every, dense = get("decoder_sparse_step", 1), get("mlp_only_layers", ())
-        sparse = [i not in dense and (i + 1) % every == 0 for i in range(layers)]
-        if kind == "qwen2_moe":
-            found |= {"shared_ffn": get("shared_expert_intermediate_size"), "shared_gate": True}
-    elif kind.startswith("deepseek"):
-        found = {"experts": get("n_routed_experts"), "expert_ffn": get("moe_intermediate_size")}
-        found["shared_ffn"] = get("n_shared_experts", null=0) * found["expert_ffn"]
+def _sparse_layers(get: Callable[..., Any], kind: str) -> tuple[bool, ...]:
+    layers = range(get("num_hidden_layers"))
+    if kind.startswith("qwen"):
+        every = check.integer("decoder_sparse_step", get("decoder_sparse_step", 1))
+        dense = get("mlp_only_layers", ())
+        return tuple(i not in dense and (i + 1) % every == 0 for i in layers)
+    if kind.startswith("deepseek"):
         if get("moe_layer_freq", 1) != 1:
             raise ValueError(f"moe_layer_freq = {get('moe_layer_freq')}: missing is which layers")
-        sparse = [i >= get("first_k_dense_replace") for i in range(layers)]
-    else:
-        return {}
-    return found | {"top_k": get("num_experts_per_tok"), "sparse": tuple(sparse)}
+        return tuple(i >= get("first_k_dense_replace") for i in layers)
+    return tuple(True for _ in layers)
 
 
 def causal_pairs(lengths: Iterable[int], window: int | None = None) -> int:
@@ -343,39 +310,34 @@ def causal_pairs(lengths: Iterable[int], window: int | None = None) -> int:
         lengths: tokens of each sequence.
         window: a query sees at most this many keys, itself included; by default all before it.
     """
-    check.integer("window", 1 if window is None else window)
-    return _pairs(check.integers("lengths", lengths, 0), window)
-
-
-def _pairs(counts: list[int], window: int | None) -> int:
-    pairs = 0
-    for s in counts:
-        seen = s if window is None else min(s, window)
-        pairs += seen * (seen + 1) // 2 + (s - seen) * seen
-    return pairs
+    lengths = check.integers("lengths", lengths, 0)
+    seen, beyond = lengths, 0  # keys that the last query of each sequence sees, queries beyond it
+    if window is not None:
+        window = check.integer("window", window)
+        seen = [s if s < window else window for s in lengths]
+        beyond = sum(lengths) - sum(seen)
+    return sum([k * (k + 1) for k in seen]) // 2 + beyond * (window or 0)
 
 
 def forward_flops(shape: ModelShape, lengths: Sequence[int], *, pairs: str = "causal") -> int:
     """Count the FLOPs of one forward pass: 2 per weight and token, plus attention.
 
+    Norms, softmax and rotations are not counted.
+
     Args:
-        shape: of the model.
         lengths: tokens of each sequence; sequences do not attend to each other.
         pairs: "causal" counts what is needed; "square" counts s * s per sequence, as a kernel
             that masks does the work, and as PyTorch's counter sees it.
-
-    Returns:
-        FLOPs of the matrix products. Norms, softmax and rotations are not counted.
     """
     check.one_of("pairs", pairs, ("causal", "square"))
     lengths = check.integers("lengths", lengths, 0)
-    total = 2 * matmul_weights(shape) * sum(lengths)
-    per_pair = 2 * shape.heads * (shape.head_dim + shape.value_dim)
-    for window in set(shape.windows):
-        layers = shape.windows.count(window)
-        square = sum(s * s for s in lengths) if pairs == "square" else 0
-        total += layers * per_pair * (square or _pairs(lengths, window))
-    return total
+    if pairs == "square":
+        seen = shape.layers * sum(s * s for s in lengths)
+    else:
+        windows = Counter(shape.windows).items()
+        seen = sum(layers * causal_pairs(lengths, window) for window, layers in windows)
+    per_pair = 2 * shape.heads * (shape.head_dim + shape.v_dim)
+    return 2 * matmul_weights(shape) * sum(lengths) + per_pair * seen
 
 
 def training_flops(shape: ModelShape, lengths: Sequence[int], *, pairs: str = "causal") -> int:
@@ -383,24 +345,21 @@ def training_flops(shape: ModelShape, lengths: Sequence[int], *, pairs: str = "c
     return 3 * forward_flops(shape, lengths, pairs=pairs)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Accelerator:
-    """Peak figures of one device.
+    """Peak figures of one device, who published them, and when it was announced.
 
     Attributes:
-        name: of the device.
         flops: dense matrix FLOP/s by data type.
-        bandwidth: of its memory, bytes/s.
-        memory: bytes; 0 where it is not known.
-        source, date: who published the figures and when the device was announced.
+        bandwidth, memory: bytes/s and bytes; a memory of 0 is not known.
     """
 
     name: str
     flops: Mapping[str, float]
     bandwidth: float
     memory: float
-    source: str
     date: str
+    source: str
 
     def peak(self, dtype: str = "bfloat16") -> float:
         """Return FLOP/s of dense matrix products in `dtype`."""
@@ -409,50 +368,34 @@ class Accelerator:
         return self.flops[dtype]
 
 
-def _published(name: str, tflops: float, tb_s: float, gb: float, source: str, date: str) -> Any:
-    flops = {"bfloat16": tflops * 1e12}
-    return Accelerator(
-        name=name, flops=flops, bandwidth=tb_s * 1e12, memory=gb * 1e9, source=source, date=date
-    )
-
-
+_RTX = "NVIDIA RTX Blackwell PRO whitepaper, Workstation Edition"
+# Name, dense bf16 TFLOP/s, TB/s, GB, announced, source
+_PUBLISHED = (
+    ("A100", 312, 2.039, 80, "2020-11", "NVIDIA A100 80GB SXM data sheet"),
+    ("H100", 989, 3.35, 80, "2022-03", "NVIDIA H100 SXM data sheet, half of sparse"),
+    ("H200", 989, 4.8, 141, "2023-11", "NVIDIA H200 SXM data sheet, half of sparse"),
+    ("B200", 2250, 7.7, 180, "2024-03", "NVIDIA Blackwell data sheet, HGX B200"),
+    ("MI300X", 1307.4, 5.3, 192, "2023-06", "AMD Instinct MI300X data sheet"),
+    ("L40S", 362.05, 0.864, 48, "2023-08", "NVIDIA L40S data sheet"),
+    ("RTX PRO 6000", 503.8, 1.792, 96, "2025-03", _RTX),
+)
 ACCELERATORS = {
-    gpu.name: gpu
-    for gpu in (
-        _published("A100", 312, 2.039, 80, "NVIDIA A100 80GB SXM data sheet", "2020-11"),
-        _published("H100", 989, 3.35, 80, "NVIDIA H100 SXM data sheet, half of sparse", "2022-03"),
-        _published("H200", 989, 4.8, 141, "NVIDIA H200 SXM data sheet, half of sparse", "2023-11"),
-        _published("B200", 2250, 7.7, 180, "NVIDIA Blackwell data sheet, HGX B200", "2024-03"),
-        _published("MI300X", 1307.4, 5.3, 192, "AMD Instinct MI300X data sheet", "2023-06"),
-        _published("L40S", 362.05, 0.864, 48, "NVIDIA L40S data sheet", "2023-08"),
-        _published(
-            "RTX PRO 6000",
-            503.8,
-            1.792,
-            96,
-            "NVIDIA RTX Blackwell PRO whitepaper, Workstation Edition",
-            "2025-03",
-        ),
-    )
+    name: Accelerator(name, {"bfloat16": tflops * 1e12}, tb_s * 1e12, gb * 1e9, date, source)
+    for name, tflops, tb_s, gb, date, source in _PUBLISHED
 }
 
 
 def accelerator(name: str) -> Accelerator:
     """Return a device's published figures; an unknown name is an error that lists the known."""
     known = {key.lower().replace(" ", ""): gpu for key, gpu in ACCELERATORS.items()}
-    found = known.get(name.lower().replace(" ", "").replace("-", ""))
+    found = known.get(str(name).lower().replace(" ", "").replace("-", ""))
     if found is None:
         raise ValueError(f"unknown accelerator {name!r}; known are {', '.join(ACCELERATORS)}")
     return found
 
 
 class Estimate(float):
-    """A number with its unit and the assumptions it rests on.
-
-    Attributes:
-        unit: of the number.
-        assumptions: from name to value, every argument and what was derived on the way.
-    """
+    """A number with its unit and its assumptions: every argument, and what follows from them."""
 
     unit: str
     assumptions: dict[str, Any]
@@ -486,24 +429,14 @@ def _text(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def _positive(**values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None:
-            check.number(name, value, above=0)
-
-
-def _share(**values: float) -> None:
-    for name, value in values.items():
-        check.number(name, value, least=0, most=1)
-
-
-def _one_number(shape: ModelShape, params: float | None) -> None:
-    _positive(params=params)
-    if shape.experts and params is not None:
+def _one_number(shape: ModelShape, params: float | None) -> float | None:
+    """Return `params`, a rounded number of weights that stands for the exact counts, or None."""
+    if params is not None and shape.experts:
         raise ValueError(
-            f"params = {params:g} is one number, and a model with experts = {shape.experts} holds,"
+            f"params = {params} is one number, and a model with experts = {shape.experts} holds,"
             " reads and multiplies different ones: leave it out"
         )
+    return None if params is None else check.number("params", params, above=0)
 
 
 def decode_weights(shape: ModelShape, batch: float) -> float:
@@ -513,10 +446,19 @@ def decode_weights(shape: ModelShape, batch: float) -> float:
     with k per token, E (1 - (1 - k/E)^batch) are expected to be hit when tokens choose
     independently and evenly, an assumption that real routers do not quite keep.
     """
-    hit = 0.0
-    if shape.experts:
-        hit = shape.experts * (1 - (1 - shape.top_k / shape.experts) ** batch)
-    return matmul_weights(shape, hit) + _vectors(shape)
+    batch = check.number("batch", batch, above=0)
+    miss = 1 - shape.top_k / shape.experts if shape.experts else 1.0
+    return matmul_weights(shape, shape.experts * (1 - miss**batch)) + _vectors(shape)
+
+
+def decode_flops(shape: ModelShape, context: float) -> float:
+    """Count the FLOPs of one decoded token that attends to `context` tokens.
+
+    Latent attention multiplies with the latent as it is cached: its up-projections act on the query
+    and on the sum of values instead.
+    """
+    per_key = 2 * shape.kv_lora + shape.rope_dim if shape.kv_lora else shape.head_dim + shape.v_dim
+    return 2 * matmul_weights(shape) + 2 * shape.heads * per_key * shape.keys(context)
 
 
 def decode_tokens_per_s(
@@ -524,7 +466,7 @@ def decode_tokens_per_s(
     gpu: Accelerator,
     *,
     batch: float,
-    context: int,
+    context: float,
     params: float | None = None,
     bytes_per_weight: float = 2.0,
     bytes_per_kv: float = 2.0,
@@ -532,50 +474,31 @@ def decode_tokens_per_s(
 ) -> Estimate:
     """Bound the tokens/s that one GPU decodes: the roofline of one step.
 
-    Latent attention multiplies with the latent as it is cached: its up-projections act on the query
-    and on the sum of values instead, and scores and values cost 2 * heads * (2 * kv_lora +
-    rope_dim) FLOPs per key and layer.
+    Over the GPUs that hold the batch together the tokens/s per GPU are the same, if communication
+    is free. The assumptions say what bounds it, and what weights and caches need.
 
     Args:
-        shape, gpu: the model and the device.
-        batch: sequences that decode together, on the GPU or on the group of GPUs that hold them.
-        context: tokens that each of them attends to, on average.
-        params: a rounded number of weights to read instead of the exact ones, for 2 * params FLOPs;
-            not for a mixture of experts, which holds, reads and multiplies different numbers.
+        batch, context: sequences that decode together, tokens that each attends to on average.
+        params: a rounded number of weights to read instead of the exact ones, for 2 * params FLOPs.
         bytes_per_weight, bytes_per_kv: 2 for bf16, 1 for 8 bits.
         bandwidth_share: of the peak that is reached.
-
-    Returns:
-        tokens/s per GPU. Splitting the step over g GPUs divides its bytes and its time by g, so
-        the tokens/s per GPU stay the same while communication is free. The assumptions hold
-        `bound`, memory or compute; `memory_gb`, what weights and caches need; and
-        `gpus_to_hold_it`, the smallest such group.
     """
-    _positive(batch=batch, context=context, bytes_per_weight=bytes_per_weight)
-    _positive(bytes_per_kv=bytes_per_kv, bandwidth_share=bandwidth_share)
-    _one_number(shape, params)
-    _share(bandwidth_share=bandwidth_share)
+    batch = check.number("batch", batch, above=0)
+    context = check.number("context", context, above=0)
+    params = _one_number(shape, params)
+    bytes_per_weight = check.number("bytes_per_weight", bytes_per_weight, above=0)
+    bytes_per_kv = check.number("bytes_per_kv", bytes_per_kv, above=0)
+    bandwidth_share = check.number("bandwidth_share", bandwidth_share, above=0, most=1)
+    given = {name: value for name, value in locals().items() if name not in ("shape", "gpu")}
     cache = batch * shape.kv_bytes(context, bytes_per_kv)
     weights = (params or decode_weights(shape, batch)) * bytes_per_weight
-    keys = sum(min(context, window or context) for window in shape.windows)
-    per_key = shape.head_dim + shape.value_dim
-    if shape.kv_lora:
-        per_key = 2 * shape.kv_lora + shape.rope_dim
-    attention = 2 * shape.heads * per_key * keys
-    flops = batch * (2 * (params or matmul_weights(shape)) + attention * (params is None))
     to_read = (weights + cache) / (gpu.bandwidth * bandwidth_share)
-    to_compute = flops / gpu.peak()
+    to_compute = batch * (2 * params if params else decode_flops(shape, context)) / gpu.peak()
     held = (params or shape.params) * bytes_per_weight + cache
     return Estimate(
         batch / max(to_read, to_compute),
         "tokens/s per GPU",
-        **_priced(shape, gpu),
-        batch=batch,
-        context=context,
-        params="exact" if params is None else params,
-        bytes_per_weight=bytes_per_weight,
-        bytes_per_kv=bytes_per_kv,
-        bandwidth_share=bandwidth_share,
+        **_priced(shape, gpu) | given | {"params": params or "exact"},
         bound="memory" if to_read >= to_compute else "compute",
         memory_gb=held / 1e9,
         gpus_to_hold_it=math.ceil(held / gpu.memory) if gpu.memory else "unknown",
@@ -593,22 +516,19 @@ def prefill_seconds(
     """Estimate the seconds in which one GPU reads prompts: forward FLOPs over the reached peak.
 
     Args:
-        shape, gpu: the model and the device.
         lengths: tokens of each prompt.
         mfu: the share of peak FLOP/s that is reached.
         params: use 2 * params FLOPs per token instead of exact counts, which include attention
-            (and the output head at every token, though a server needs it at the last one only);
-            not for a mixture of experts.
+            (and the output head at every token, though a server needs it at the last one only).
     """
     lengths = check.integers("lengths", lengths, 0)
-    _positive(mfu=mfu, tokens=sum(lengths))
-    _one_number(shape, params)
-    _share(mfu=mfu)
-    flops = 2 * params * sum(lengths) if params else forward_flops(shape, lengths)
-    rule = "exact" if params is None else params
-    seconds = flops / (gpu.peak() * mfu)
-    work = {"tokens": sum(lengths), "sequences": len(lengths), "longest": max(lengths)}
-    return Estimate(seconds, "s", **_priced(shape, gpu), **work, mfu=mfu, params=rule)
+    tokens = check.integer("tokens", sum(lengths))
+    mfu = check.number("mfu", mfu, above=0, most=1)
+    params = _one_number(shape, params)
+    flops = 2 * params * tokens if params else forward_flops(shape, lengths)
+    work = {"tokens": tokens, "sequences": len(lengths), "longest": max(lengths)}
+    rule = {"mfu": mfu, "params": params or "exact"}
+    return Estimate(flops / (gpu.peak() * mfu), "s", **_priced(shape, gpu), **work, **rule)
 
 
 def train_tokens_per_s(
@@ -632,37 +552,32 @@ def prefill_tokens(
     tokens: float,
     policy_tokens: float,
     *,
-    turns: int = 1,
+    turns: float = 1,
     prompt_tokens: float = 0.0,
-    group_size: int = 8,
+    group_size: float = 8,
     turn_reuse: float = 1.0,
     group_reuse: float = 0.0,
 ) -> float:
     """Count the tokens that an episode makes a server read, on average.
 
     Args:
-        tokens: of the episode; `policy_tokens` of them are sampled, evenly over the turns.
-        turns: turns of the episode. The first reads the prompt, each later one an equal share of
-            the tools' output.
-        prompt_tokens: at the start, the same in all episodes of a group.
-        group_size: episodes that share the prompt.
+        tokens, policy_tokens: all, and those sampled, evenly over the turns.
+        turns: the first reads the prompt, each later one an equal share of the tools' output.
+        prompt_tokens, group_size: of the prompt, and how many episodes share it.
         turn_reuse: 1 when the cache survives from turn to turn, 0 when each turn reads everything
             before it again, or the share of such reads that is saved.
         group_reuse: 1 when a prompt is read once per group, 0 when once per episode.
-
     """
-    _share(turn_reuse=turn_reuse, group_reuse=group_reuse)
-    _positive(tokens=tokens, turns=turns, group_size=group_size)
-    check.number("turns", turns, least=1)
-    check.number("group_size", group_size, least=1)
-    check.number("policy_tokens", policy_tokens, least=0, most=tokens)
-    check.number("prompt_tokens", prompt_tokens, least=0, most=tokens - policy_tokens)
+    tokens = check.number("tokens", tokens, above=0)
+    policy_tokens = check.number("policy_tokens", policy_tokens, 0, tokens)
+    prompt_tokens = check.number("prompt_tokens", prompt_tokens, 0, tokens - policy_tokens)
+    turns, group_size = check.number("turns", turns, 1), check.number("group_size", group_size, 1)
+    lost = 1 - check.number("turn_reuse", turn_reuse, 0, 1)
+    shared = check.number("group_reuse", group_reuse, 0, 1) * (1 - 1 / group_size)
+    prompts = prompt_tokens * (1 + lost * (turns - 1)) * (1 - shared)
     tools = tokens - policy_tokens - prompt_tokens
-    lost = 1 - turn_reuse
-    prompts = prompt_tokens * (1 + lost * (turns - 1)) * (1 - group_reuse * (1 - 1 / group_size))
     tools *= 1 + lost * max(turns - 2, 0) / 2  # the k-th answer is read again by all later turns
-    sampled = policy_tokens * lost * (turns - 1) / 2
-    return prompts + tools + sampled
+    return prompts + tools + policy_tokens * lost * (turns - 1) / 2
 
 
 @dataclass(frozen=True)
@@ -717,175 +632,91 @@ def step_cost(
     """Estimate the GPU-hours of one step of RL, by part.
 
     Args:
-        shape, gpu: the model and the device.
-        episodes: per step, of `tokens` tokens each, of which the policy samples `policy_tokens`.
-        batch, context: of decoding, as in `decode_tokens_per_s`; no context is longer than that of
-            an agent that reads everything before it writes, tokens - policy_tokens / 2.
+        episodes: of equal length; `tokens`, `policy_tokens`, `turns` and what follows are those of
+            `prefill_tokens`, read at the mean cost of a token.
+        batch: and `context`, `bandwidth_share`, bytes and `params` as in `decode_tokens_per_s`; no
+            context is longer than of an agent that first reads all: tokens - policy_tokens / 2.
         busy: the share of the rollout time in which a GPU decodes, between waits.
         mfu, prefill_mfu: of training and scoring, and of prefill.
-        bandwidth_share, bytes_per_weight, bytes_per_kv: as in `decode_tokens_per_s`.
         old_passes: forward passes for old and reference log-probs.
-        turns, prompt_tokens, group_size, turn_reuse, group_reuse: as in `prefill_tokens`.
-        params: use 6 * params FLOPs per token and 2 * params in a forward pass; exact otherwise,
-            for episodes of equal length, prefill at the mean cost of a token. Not for a mixture of
-            experts.
     """
-    assumptions = {name: value for name, value in locals().items() if name not in ("shape", "gpu")}
-    _positive(episodes=episodes, busy=busy, mfu=mfu, prefill_mfu=prefill_mfu)
-    _share(busy=busy)
-    check.number("old_passes", old_passes, least=0)
-    reads = prefill_tokens(
-        tokens,
-        policy_tokens,
-        turns=turns,
-        prompt_tokens=prompt_tokens,
-        group_size=group_size,
-        turn_reuse=turn_reuse,
-        group_reuse=group_reuse,
-    )
-    longest = tokens - policy_tokens / 2
-    if context > longest:
+    episodes = check.number("episodes", episodes, above=0)
+    tokens = check.number("tokens", tokens, above=0)
+    policy_tokens = check.number("policy_tokens", policy_tokens, 0, tokens)
+    busy = check.number("busy", busy, above=0, most=1)
+    prefill_mfu = check.number("prefill_mfu", prefill_mfu, above=0, most=1)
+    old_passes = check.number("old_passes", old_passes, least=0)
+    given = {name: value for name, value in locals().items() if name not in ("shape", "gpu")}
+    reads = prefill_tokens(tokens, policy_tokens, **_taken(prefill_tokens, given))
+    if context > (longest := tokens - policy_tokens / 2):
         raise ValueError(
             f"context = {context} exceeds {longest:g}: no mean over the last"
             f" {policy_tokens:g} of {tokens:g} tokens is longer"
         )
-    rate = decode_tokens_per_s(
-        shape,
-        gpu,
-        batch=batch,
-        context=context,
-        params=params,
-        bytes_per_weight=bytes_per_weight,
-        bytes_per_kv=bytes_per_kv,
-        bandwidth_share=bandwidth_share,
-    )
-    lengths = [round(tokens)]
-    scored = prefill_seconds(shape, gpu, lengths=lengths, mfu=mfu, params=params)
-    read = prefill_seconds(shape, gpu, lengths=lengths, mfu=prefill_mfu, params=params)
+    decode = _taken(decode_tokens_per_s, given) | {"batch": batch, "context": context}
+    rate = decode_tokens_per_s(shape, gpu, **decode)
+    forward = partial(prefill_seconds, shape, gpu, lengths=[round(tokens)], params=params)
+    scored = forward(mfu=mfu)
     seconds = {
         "train": 3 * scored,
         "old log-probs": old_passes * scored,
-        "prefill": read * reads / tokens,
+        "prefill": forward(mfu=prefill_mfu) * reads / tokens,
         "decode": policy_tokens / rate / busy,
     }
-    assumptions |= _priced(shape, gpu) | {
-        "params": "exact" if params is None else params,
-        "decode_tokens_per_s": float(rate),
-        "decode_bound": rate.assumptions["bound"],
-        "decode_memory_gb": rate.assumptions["memory_gb"],
-        "gpus_to_hold_it": rate.assumptions["gpus_to_hold_it"],
-        "train_tokens_per_s": tokens / (3 * scored),
-        "tokens_read_per_episode": reads,
-    }
+    assumptions = (
+        given
+        | _priced(shape, gpu)
+        | {
+            "params": params or "exact",
+            "decode_tokens_per_s": float(rate),
+            "decode_bound": rate.assumptions["bound"],
+            "decode_memory_gb": rate.assumptions["memory_gb"],
+            "gpus_to_hold_it": rate.assumptions["gpus_to_hold_it"],
+            "train_tokens_per_s": tokens / (3 * scored),
+            "tokens_read_per_episode": reads,
+        }
+    )
     return Cost({name: episodes * s / 3600 for name, s in seconds.items()}, assumptions)
 
 
-def run_cost(step: Cost, *, steps: int = 300) -> Cost:
+def _taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Select those of the given values that are optional arguments of the function."""
+    return {name: given[name] for name in function.__kwdefaults__ if name in given}
+
+
+def run_cost(step: Cost, *, steps: float = 300) -> Cost:
     """Multiply a step by the number of steps, all assumed alike."""
-    _positive(steps=steps)
+    steps = check.number("steps", steps, above=0)
     hours = {name: steps * value for name, value in step.gpu_hours.items()}
-    return Cost(hours, {**step.assumptions, "steps": steps})
-
-
-def measure_accelerator(
-    device: str = "cpu",
-    dtypes: Sequence[torch.dtype] = (torch.float32,),
-    *,
-    size: int = 1024,
-    copy_bytes: int = 2**28,
-    repeats: int = 5,
-) -> Accelerator:
-    """Measure the roofline of this machine: the best of `repeats` runs, after one to warm up.
-
-    Args:
-        device: "cpu" or a CUDA device.
-        dtypes: data types to measure products in; the estimates of this module read `bfloat16`.
-        size: of the square matrices; several thousand on a GPU.
-        copy_bytes: size of the tensor that is copied, which should exceed the caches. A copy reads
-            and writes, so it moves twice as many bytes.
-        repeats: runs to take the best of.
-    """
-    gpu = torch.device(device).type == "cuda"
-    flops = {}
-    for dtype in dtypes:
-        a = torch.ones(size, size, dtype=dtype, device=device)
-        seconds = _best(lambda a=a: a @ a, device, repeats)
-        flops[str(dtype).removeprefix("torch.")] = 2 * size**3 / seconds
-    source = torch.ones(copy_bytes, dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
-    bandwidth = 2 * copy_bytes / _best(lambda: target.copy_(source), device, repeats)
-    memory = torch.cuda.get_device_properties(device).total_memory if gpu else 0
-    name = torch.cuda.get_device_name(device) if gpu else f"CPU, {torch.get_num_threads()} threads"
-    return Accelerator(
-        name=name,
-        flops=flops,
-        bandwidth=bandwidth,
-        memory=memory,
-        source="measured",
-        date=time.strftime("%Y-%m-%d"),
-    )
-
-
-def _best(run: Any, device: str, repeats: int) -> float:
-    best = math.inf
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        run()
-        if torch.device(device).type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return best
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        """Say what is wrong on one line, without the usage."""
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(
-        prog="python -m agentrl.throughput",
-        description="Estimate the GPU-hours of an RL run.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", required=True, help="config.json of a transformers model")
-    parser.add_argument("--gpu", required=True, help=f"one of {', '.join(ACCELERATORS)}")
-    parser.add_argument("--steps", type=int, default=300, help="steps of the run (default 300)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    for name, argument in list(inspect.signature(step_cost).parameters.items())[2:]:
-        kind = int if argument.annotation in (int, "int") else float
-        text = f"{kind.__name__}, default {argument.default}"
-        option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=kind, default=argument.default, help=text)
-    return parser
+    return Cost(hours, step.assumptions | {"steps": steps})
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run the command line: `python -m agentrl.throughput --config config.json --gpu H200`."""
-    parser = _parser()
+    program, one_line = "python -m agentrl.throughput", argparse.SUPPRESS  # no usage with an error
+    parser = argparse.ArgumentParser(program, one_line, step_cost.__doc__, allow_abbrev=False)
+    parser.add_argument("--config", required=True, help="config.json of a transformers model")
+    parser.add_argument("--gpu", required=True, help=f"one of {', '.join(ACCELERATORS)}")
+    parser.add_argument("--steps", type=int, default=300, help="steps of the run, default 300")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    for name, default in step_cost.__kwdefaults__.items():
+        kind = int if step_cost.__annotations__[name] in (int, "int") else float
+        text = f"{kind.__name__}, default {default}"
+        parser.add_argument("--" + name.replace("_", "-"), type=kind, default=default, help=text)
     options = vars(parser.parse_args(argv))
     path, name, steps, as_json = (options.pop(key) for key in ("config", "gpu", "steps", "json"))
     try:
-        with open(path, encoding="utf-8") as file:
-            config = json.load(file)
-        if not isinstance(config, dict):
-            raise ValueError("it holds no JSON object")
-        shape = ModelShape.from_config(config)
+        shape = ModelShape.from_config(json.loads(Path(path).read_text(encoding="utf-8")))
     except (OSError, TypeError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        parser.error(f"--config {path}: {reason}")
+        parser.error(f"--config {path}: {error}")
     try:
         run = run_cost(step_cost(shape, accelerator(name), **options), steps=steps)
     except ValueError as error:
         parser.error(str(error))
-    print(json.dumps(_as_dict(run), indent=2) if as_json else run.report())
+    totals = {"total_gpu_hours": run.total, "decode_share": run.decode_share}
+    parts = {"gpu_hours": run.gpu_hours, **totals, "assumptions": run.assumptions}
+    print(json.dumps(parts, indent=2) if as_json else run.report())
     return 0
-
-
-def _as_dict(cost: Cost) -> dict[str, Any]:
-    totals = {"total_gpu_hours": cost.total, "decode_share": cost.decode_share}
-    return {"gpu_hours": cost.gpu_hours, **totals, "assumptions": cost.assumptions}
 
 
 # As a script only: in a notebook this module has no spec.
