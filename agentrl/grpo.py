@@ -317,10 +317,11 @@ def sample_step(
     tok: Tokenizer,
     cfg: RLConfig,
     generator: torch.Generator,
+    env_factory: Callable[..., Any] | None = None,
 ) -> list[Trajectory]:
     """Sample one step's groups: `cfg.prompts_per_step` tasks, `cfg.group_size` episodes of each."""
     drawn = draw_tasks(tasks, cfg.prompts_per_step, generator)
-    return sample_groups(model, make_env(cfg), drawn, tok, cfg, generator)
+    return sample_groups(model, env_factory or make_env(cfg), drawn, tok, cfg, generator)
 
 
 def zero_advantage_groups(rewards: Any, group_size: int) -> Tensor:

@@ -17,10 +17,12 @@ from agentrl import check
 __all__ = [
     "ACTIONS",
     "BUILTINS",
+    "GOALS",
     "MAX_BITS",
     "MAX_ITEMS",
     "MAX_SOURCE",
     "MAX_STEPS",
+    "REPAIRS",
     "BugFixEnv",
     "EnvConfig",
     "Rejected",
@@ -36,33 +38,176 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Task:
-    """One broken function, the words that say what it should do, and its hidden tests.
+    """One broken function, the words that say what it should do, and its tests.
 
-    Args:
+    Attributes:
         name: unique name.
-        split: 'train' or 'heldout'.
-        family: the kind of fault, `wrong->right`. The splits share families, never programs.
+        split: 'train' or 'heldout'. The splits share faults, never programs.
         goal: the words of the prompt.
         params: the parameter names of the function.
         program: the tokens of the faulty body; the token '\\n' ends a line.
         fix: (wrong token, right token); this one replacement repairs the body.
-        tests: pairs (arguments, expected value); a tuple among them stands for a list.
+        visible: the tests that `TEST` runs: pairs (arguments, expected value). A tuple among them
+            stands for a list.
+        grading: other tests, which decide the reward. The agent never sees a verdict of theirs.
     """
 
     name: str
     split: str
-    family: str
     goal: tuple[str, ...]
     params: tuple[str, ...]
     program: tuple[str, ...]
     fix: tuple[str, str]
-    tests: tuple[tuple[tuple[Any, ...], Any], ...]
+    visible: tuple[tuple[tuple[Any, ...], Any], ...]
+    grading: tuple[tuple[tuple[Any, ...], Any], ...]
 
 
 def source_of(params: Sequence[str], program: Iterable[str]) -> str:
     """Write the tokens of a body as the source text of a function `f`."""
     lines = " ".join(program).split("\n")
     return "\n    ".join([f"def f({', '.join(params)}):", *map(str.strip, lines)])
+
+
+@dataclass(frozen=True)
+class EnvConfig:
+    """Limits of an episode: `max_tokens` counts prompt, actions and observations together."""
+
+    max_tokens: int = 256
+
+
+ACTIONS = ("LOOK", "TEST", "EDIT", "SUBMIT")
+
+
+class BugFixEnv:
+    """One episode of repairing one program, a token at a time.
+
+    Attributes:
+        done: whether the episode is over.
+        reward: 1.0 after a submission that passes every grading test, else 0.0.
+        info: the task, the count of each action and of errors, and whether the episode was cut.
+
+    Raises:
+        ValueError: if the prompt alone fills `max_tokens`, or the vocabulary lacks a word.
+    """
+
+    def __init__(self, task: Task, tok: "Tokenizer", max_tokens: int = 256) -> None:
+        self.task, self.tok, self.max_tokens = task, tok, max_tokens
+        prompt = ["<bos>", *(f"'{word}" for word in task.goal), "<end>"]
+        if max_tokens <= len(prompt):
+            raise ValueError(f"max_tokens = {max_tokens} must exceed the prompt's {len(prompt)}")
+        self._prompt = tok.encode(prompt)
+        # All that a tool may answer, so that no step fails for want of a word.
+        tok.encode([*task.program, *(f"t{i}" for i in range(1, len(task.visible) + 1))])
+        self.reset()
+
+    def reset(self) -> list[int]:
+        """Start again and return the token ids of the prompt."""
+        self.program = list(self.task.program)
+        self.done, self.reward = False, 0.0
+        self.info: dict[str, Any] = {"task": self.task, "truncated": False, "errors": 0}
+        self.info |= dict.fromkeys(ACTIONS, 0)
+        self._action: list[str] = []
+        self._used = len(self._prompt)
+        return list(self._prompt)
+
+    def step(self, token: int) -> tuple[list[int], bool]:
+        """Take one token of the agent; return the observation's token ids and whether it is over.
+
+        Raises:
+            RuntimeError: if the episode is over already.
+        """
+        if self.done:
+            raise RuntimeError("the episode is over; call reset() to start another")
+        known = 0 <= token < len(self.tok)
+        self._action.append(self.tok.tokens[token] if known else "<unknown>")
+        self._used += 1
+        answer: list[int] = []
+        if self._action[0] != "EDIT" or len(self._action) == 3:
+            words, self._action = self._act(*self._action), []
+            answer = self.tok.encode(words)[: self.max_tokens - self._used]
+        self._used += len(answer)
+        if self._used >= self.max_tokens and not self.done:
+            self.done = self.info["truncated"] = True
+        return answer, self.done
+
+    def run(self, tests: Sequence[tuple[tuple[Any, ...], Any]]) -> list[bool]:
+        """Run the program as it stands on tests: one verdict each."""
+        return run_tests(source_of(self.task.params, self.program), tests)
+
+    def test(self) -> list[str]:
+        """Return the words that answer `TEST`."""
+        failing = [f"t{i}" for i, ok in enumerate(self.run(self.task.visible), 1) if not ok]
+        return ["fail", *failing] if failing else ["ok"]
+
+    def grade(self) -> float:
+        """Return the reward of a submission."""
+        return float(all(self.run(self.task.grading)))
+
+    def _act(self, kind: str, old: str = "", new: str = "") -> list[str]:
+        """Carry out one complete action and return the words of its answer."""
+        if kind in ACTIONS:
+            self.info[kind] += 1
+        if kind == "LOOK":
+            return [*self.program, "<end>"]
+        if kind == "TEST":
+            return [*self.test(), "<end>"]
+        if kind == "SUBMIT":
+            self.done, self.reward = True, self.grade()
+            return []
+        if kind == "EDIT" and self.program.count(old) == 1 and new in self.tok.program_tokens:
+            self.program[self.program.index(old)] = new
+            return ["done", "<end>"]
+        self.info["errors"] += 1
+        return ["error", "<end>"]
+
+
+def make_env(cfg: EnvConfig) -> Callable[[Task, "Tokenizer"], BugFixEnv]:
+    """Return a factory of environments that hold to the limits of `cfg`."""
+    return functools.partial(BugFixEnv, max_tokens=cfg.max_tokens)
+
+
+REPAIRS = {
+    "//": ("+", "-"),
+    "==": ("<", ">"),
+    "len": ("min", "max"),
+    "**": ("*", "%"),
+    "!=": ("<=", ">="),
+    "7": ("0", "1"),
+    "8": ("2", "3"),
+    "sum": ("any", "all"),
+}
+GOALS = {"+": "sum", "-": "difference", "<": "below", ">": "above"}
+GOALS |= {"min": "smallest", "max": "largest"}
+
+
+# wrong token, split, then bodies with ? in its place: each is a task for either repair
+_CATALOGUE = """
+// train   return a ? b | s = a ? b ; return s | return 2 * ( a ? b ) | return xs [ 0 ] ? xs [ 1 ]
+// heldout return abs ( a ? b ) | m = n ? 2 ; return m * m
+== train   return a ? b | return n ? 0 | return [ x for x in xs if x ? 0 ]
+== train   if a ? b : return a ; return 0
+== heldout return 2 * a ? b | return xs [ 0 ] ? xs [ 1 ]
+len train   return ? ( xs ) | s = ? ( xs ) ; return s | return 2 * ? ( xs )
+len train   return ? ( x * x for x in xs )
+len heldout return [ ? ( xs ) ] | return ? ( x - 1 for x in xs )
+** train   return a ? b | return n ? 2 | m = n ? 3 ; return m | return [ x ? 2 for x in xs ]
+** train   return ( a ? b ) + 1
+** heldout return abs ( a ) ? b | return n ? 10 | s = 0 ; for x in xs : s = s + x ? 3 ; return s
+!= train   return a ? b | return n ? 0 | return [ x for x in xs if x ? 1 ]
+!= train   if n ? 2 : return n ; return 0 | return sorted ( xs ) ? xs
+!= heldout return a ? b + 1 | return 0 ? n | s = 0 ; for x in xs : s = s + ( x ? 2 ) ; return s
+7 train   return n + ? | return xs [ ? ] | s = ? ; for x in xs : s = s + x ; return s
+7 train   return a * ? + b | return [ x + ? for x in xs ]
+7 heldout return n * 2 - ? | return 2 * xs [ ? ] | if a > b : return ? ; return a
+8 train   return n * ? | return n % ? == 0 | return [ x * ? for x in xs ] | return a + ? * b
+8 train   s = 0 ; for x in xs : s = s + ? ; return s
+8 heldout m = n + ? ; return m | return [ x for x in xs if x % ? == 0 ] | return ( a - b ) * ?
+sum train   return ? ( x > 0 for x in xs ) | return ? ( x == 0 for x in xs )
+sum train   return ? ( x < 3 for x in xs ) | s = ? ( x > 1 for x in xs ) ; return s
+sum train   return 1 + ? ( x > 5 for x in xs )
+sum heldout return ? ( x % 2 == 0 for x in xs ) | return 1 - ? ( x > 2 for x in xs )
+sum heldout return ? ( x + 1 > 0 for x in xs )
+"""
 
 
 class Rejected(Exception):
@@ -264,88 +409,81 @@ def run_tests(source: str, tests: Sequence[tuple[tuple[Any, ...], Any]]) -> list
     return verdicts
 
 
-# The expected values come from the correct body on these.
 _INPUTS: dict[tuple[str, ...], tuple[tuple[Any, ...], ...]] = {
-    ("a", "b"): ((2, 3), (5, 4), (-4, 2), (6, -1), (3, 3), (-2, -6)),
-    ("n",): ((4,), (7,), (0,), (-3,), (12,), (1,)),
+    ("a", "b"): (
+        *((2, 3), (5, 4), (-4, 2), (6, -1), (3, 3), (-2, -6)),
+        *((0, 5), (7, 0), (1, 0), (2, 1), (0, 0), (9, 2)),
+    ),
+    ("n",): tuple((n,) for n in (4, 7, 0, -3, 12, 1, 2, 3, -1, 9, 10)),
     ("xs",): tuple(
-        (xs,) for xs in ((3, 1, 2), (-1, 4, -5, 6), (0, 0), (7, 2), (-2, -3, -8), (5, 0, 9, 2))
+        (xs,)
+        for xs in (
+            *((3, 1, 2), (-1, 4, -5, 6), (0, 0), (7, 2), (-2, -3, -8), (5, 0, 9, 2), (4, 4)),
+            *((2, 0), (1, 2), (0, 3, 0), (6,), (0,), (-2, 5), (1, 1), (2, 7), (-4, -1)),
+            *((3, -7), (-3, 8, 1), (9, 0, 4), (6, 8), (7, 9, 1), (8, 0, 9)),
+        )
     ),
 }
+_KINDS = {("a", "b"): "two", ("n",): "number", ("xs",): "list"}
 
 
-_CATALOGUE = """
--|+|train|sum two|a b|return a {+} b
--|+|train|sum list|xs|s = 0 ; for x in xs : s = s {+} x ; return s
--|+|heldout|increase number|n|return n {+} 2
-<|>|train|larger two|a b|return a if a {>} b else b
-<|>|train|keep positive list|xs|return [ x for x in xs if x {>} 0 ]
-<|>|heldout|sum positive list|xs|return sum ( x for x in xs if x {>} 0 )
-min|max|train|largest list|xs|return {max} ( xs )
-min|max|train|positive number|n|return {max} ( n , 0 )
-min|max|heldout|largest two|a b|return {max} ( a , b )
-any|all|train|all positive list|xs|return {all} ( x > 0 for x in xs )
-any|all|train|all zero list|xs|return {all} ( x == 0 for x in xs )
-any|all|heldout|all even list|xs|return {all} ( x % 2 == 0 for x in xs )
-1|0|train|first list|xs|return xs [ {0} ]
-1|0|train|total list|xs|s = {0} ; for x in xs : s = s + x ; return s
-1|0|heldout|above zero number|n|return n > {0}
-!=|==|train|even number|n|return n % 2 {==} 0
-!=|==|train|zero number|n|return n {==} 0
-!=|==|heldout|equal two|a b|return a {==} b
-//|%|train|remainder two|a b|return a {%} b
-//|%|train|last digit number|n|return n {%} 10
-//|%|heldout|odd number|n|return n {%} 2
-or|and|train|both positive two|a b|return a > 0 {and} b > 0
-or|and|train|between number|n|return 9 > n {and} n > 0
-or|and|heldout|both even two|a b|return a % 2 == 0 {and} b % 2 == 0
-**|*|train|sum squares list|xs|return sum ( x {*} x for x in xs )
-**|*|train|square number|n|return n {*} n
-**|*|heldout|product two|a b|return a {*} b
-3|2|train|double number|n|return n * {2}
-3|2|train|keep even list|xs|return [ x for x in xs if x % {2} == 0 ]
-3|2|heldout|double list|xs|return [ x * {2} for x in xs ]
-"""
-
-
-def _task(line: str) -> Task:
-    """Read one line of the catalogue and compute the expected values with the correct body."""
-    wrong, right, split, goal, params, body = line.split("|")
-    names = tuple(params.split())
-    tokens = body.replace(" ; ", " \n ").split(" ")
-    hole = "{" + right + "}"
-    correct = [right if token == hole else token for token in tokens]
-    program = tuple(wrong if token == hole else token for token in tokens)
+def _outputs(params: tuple[str, ...], program: Iterable[str]) -> list[tuple[type, Any]]:
+    """Run a body of the catalogue, not a candidate's: type and value for each input."""
     scope: dict[str, Any] = {}
-    exec(source_of(names, correct), scope)  # our own text, not a candidate's
-    outputs = [scope["f"](*map(_thaw, args)) for args in _INPUTS[names]]
-    frozen = [tuple(out) if isinstance(out, list) else out for out in outputs]
-    return Task(
-        name=goal.replace(" ", "_"),
-        split=split,
-        family=f"{wrong}->{right}",
-        goal=tuple(goal.split()),
-        params=names,
-        program=program,
-        fix=(wrong, right),
-        tests=tuple(zip(_INPUTS[names], frozen, strict=True)),
-    )
+    exec(source_of(params, program), scope)
+    found = []
+    for args in _INPUTS[params]:
+        try:
+            value = scope["f"](*map(_thaw, args))
+        except (ArithmeticError, IndexError, TypeError):
+            value = None
+        found.append((type(value), tuple(value) if isinstance(value, list) else value))
+    return found
+
+
+def _tasks_of(wrong: str, split: str, body: str) -> list[Task]:
+    """Make the two tasks of a body, one for each repair of the wrong token."""
+    tokens = body.replace(" ; ", " \n ").split(" ")
+    params = next(names for names in _INPUTS if {*names} <= {*tokens})
+    bodies = {
+        token: tuple(token if t == "?" else t for t in tokens) for token in (wrong, *REPAIRS[wrong])
+    }
+    rows = list(zip(_INPUTS[params], *(_outputs(params, b) for b in bodies.values()), strict=True))
+    rows = [row for row in rows if None not in (row[2][1], row[3][1])]
+    tasks = []
+    for k, right in enumerate(REPAIRS[wrong], 2):
+        rows.sort(key=lambda row: row[1] == row[k])  # first where the broken program is wrong
+        same = [row for row in rows if row[2] == row[3]]
+        apart = [row for row in rows if row[2] != row[3]]
+        visible = same[:3] if right in GOALS else apart[:4:2] + same[:1]
+        rest = [row for row in apart if row not in visible]
+        grading = rest[:3] + rest[3:][-2:]  # the last ones: there the broken program may be right
+        grading += [row for row in same if row not in visible][:1]
+        shown, kept = (tuple((row[0], row[k][1]) for row in part) for part in (visible, grading))
+        goal = (GOALS.get(right, "repair"), _KINDS[params])
+        name = f"{body} [{right}]"
+        tasks.append(Task(name, split, goal, params, bodies[wrong], (wrong, right), shown, kept))
+    return tasks
 
 
 @functools.cache
 def _all_tasks() -> tuple[Task, ...]:
-    return tuple(map(_task, _CATALOGUE.strip().splitlines()))
+    found: list[Task] = []
+    for line in _CATALOGUE.strip().splitlines():
+        wrong, split, bodies = line.split(maxsplit=2)
+        for body in bodies.split(" | "):
+            found += _tasks_of(wrong, split, body)
+    return tuple(found)
 
 
 def make_tasks(split: str = "all") -> list[Task]:
-    """Return the 30 tasks of the gym, or a split: 'train' has 20 of them, 'heldout' 10."""
+    """Return the tasks of the gym, or one split of them: 'all', 'train' or 'heldout'."""
     check.one_of("split", split, ("all", "train", "heldout"))
     return [task for task in _all_tasks() if split in ("all", task.split)]
 
 
-ACTIONS = ("LOOK", "TEST", "EDIT", "SUBMIT")
 _MARKERS = ("<pad>", "<bos>", "<end>")
-_ANSWERS = ("ok", "fail", "done", "error", *(f"t{i}" for i in range(1, 7)))
+_ANSWERS = ("ok", "fail", "done", "error", "t1", "t2", "t3")
 
 
 class Tokenizer:
@@ -395,95 +533,3 @@ def build_tokenizer(tasks: Iterable[Task]) -> Tokenizer:
         (word for task in tasks for word in task.goal),
         (token for task in tasks for token in (*task.program, *task.fix)),
     )
-
-
-@dataclass(frozen=True)
-class EnvConfig:
-    """Limits of an episode: `max_tokens` counts prompt, actions and observations together."""
-
-    max_tokens: int = 256
-
-
-class BugFixEnv:
-    """One episode of repairing one program, a token at a time.
-
-    Args:
-        task: what to repair.
-        tok: the vocabulary.
-        max_tokens: where the episode is cut, counting prompt, actions and observations.
-
-    Attributes:
-        done: whether the episode is over.
-        reward: 1.0 after a submission that passes every hidden test, else 0.0.
-        info: the task, the count of each action and of errors, and whether the episode was cut.
-
-    Raises:
-        ValueError: if the prompt alone fills `max_tokens`, or the vocabulary lacks a word of the
-            task.
-    """
-
-    def __init__(self, task: Task, tok: Tokenizer, max_tokens: int = 256) -> None:
-        self.task, self.tok, self.max_tokens = task, tok, max_tokens
-        prompt = ["<bos>", *(f"'{word}" for word in task.goal), "<end>"]
-        if max_tokens <= len(prompt):
-            raise ValueError(f"max_tokens = {max_tokens} must exceed the prompt's {len(prompt)}")
-        self._prompt = tok.encode(prompt)
-        # All that a tool may answer, so that no step fails for want of a word.
-        tok.encode([*task.program, *(f"t{i}" for i in range(1, len(task.tests) + 1))])
-        self.reset()
-
-    def reset(self) -> list[int]:
-        """Start again and return the token ids of the prompt."""
-        self.program = list(self.task.program)
-        self.done, self.reward = False, 0.0
-        self.info: dict[str, Any] = {"task": self.task, "truncated": False, "errors": 0}
-        self.info |= dict.fromkeys(ACTIONS, 0)
-        self._action: list[str] = []
-        self._used = len(self._prompt)
-        return list(self._prompt)
-
-    def step(self, token: int) -> tuple[list[int], bool]:
-        """Take one token of the agent; return the observation's token ids and whether it is over.
-
-        Raises:
-            RuntimeError: if the episode is over already.
-        """
-        if self.done:
-            raise RuntimeError("the episode is over; call reset() to start another")
-        known = 0 <= token < len(self.tok)
-        self._action.append(self.tok.tokens[token] if known else "<unknown>")
-        self._used += 1
-        answer: list[int] = []
-        if self._action[0] != "EDIT" or len(self._action) == 3:
-            words, self._action = self._act(*self._action), []
-            answer = self.tok.encode(words)[: self.max_tokens - self._used]
-        self._used += len(answer)
-        if self._used >= self.max_tokens and not self.done:
-            self.done = self.info["truncated"] = True
-        return answer, self.done
-
-    def _act(self, kind: str, old: str = "", new: str = "") -> list[str]:
-        """Carry out one complete action and return the words of its answer."""
-        if kind in ACTIONS:
-            self.info[kind] += 1
-        if kind == "LOOK":
-            return [*self.program, "<end>"]
-        if kind == "TEST":
-            failing = [f"t{i}" for i, passed in enumerate(self._verdicts(), 1) if not passed]
-            return ["fail", *failing, "<end>"] if failing else ["ok", "<end>"]
-        if kind == "SUBMIT":
-            self.done, self.reward = True, float(all(self._verdicts()))
-            return []
-        if kind == "EDIT" and self.program.count(old) == 1 and new in self.tok.program_tokens:
-            self.program[self.program.index(old)] = new
-            return ["done", "<end>"]
-        self.info["errors"] += 1
-        return ["error", "<end>"]
-
-    def _verdicts(self) -> list[bool]:
-        return run_tests(source_of(self.task.params, self.program), self.task.tests)
-
-
-def make_env(cfg: Any) -> Callable[[Task, Tokenizer], BugFixEnv]:
-    """Return a factory of environments; `cfg` has `max_tokens`, as `EnvConfig`."""
-    return functools.partial(BugFixEnv, max_tokens=cfg.max_tokens)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["COLORS", "figure", "progress", "record"]
+__all__ = ["COLORS", "draw_episode", "figure", "progress", "record"]
 
 T = TypeVar("T")
 
@@ -93,6 +93,32 @@ def figure(width: float = 6.4, height: float = 3.2, **subplots: Any) -> tuple[Fi
 
         set_matplotlib_formats("svg", metadata={"Date": None, "Creator": None})
     return plt.subplots(figsize=(width, height), **subplots)
+
+
+def draw_episode(
+    words: Sequence[str], by_policy: Sequence[bool], per_line: int = 14
+) -> tuple[Figure, Any]:
+    """Draw an episode token by token, filled where the policy chose; below each its mask entry.
+
+    Args:
+        words: the T tokens as text.
+        by_policy: T entries, true where the policy chose the token.
+        per_line: tokens on a line.
+    """
+    lines = -(-len(words) // per_line)
+    fig, ax = figure(6.4, min(0.55 * lines + 0.2, 4))
+    for i, (word, mine) in enumerate(zip(words, by_policy, strict=True)):
+        x, y = i % per_line, -1.5 * (i // per_line)
+        color = COLORS["policy" if mine else "context"]
+        ax.bar(x, 0.6, 0.9, y - 0.3, facecolor=color if mine else "none", edgecolor=color)
+        text = {"ha": "center", "va": "center", "fontsize": 7.5}
+        ax.text(x, y, repr(word)[1:-1], color="white" if mine else color, **text)
+        if i + 1 < len(words):
+            color = COLORS["policy" if by_policy[i + 1] else "padding"]
+            ax.text(x, y - 0.6, f"{bool(by_policy[i + 1]):d}", color=color, **text)
+    ax.set(xlim=(-0.6, per_line - 0.4), ylim=(-1.5 * lines + 0.5, 0.4))
+    ax.axis("off")
+    return fig, ax
 
 
 def progress(

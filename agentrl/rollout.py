@@ -255,12 +255,14 @@ def evaluate(
     episodes: int,
     generator: torch.Generator | None = None,
     cfg: Any = None,
+    env_factory: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
     """Sample `episodes` episodes of each task and report how many pass.
 
     Args:
         generator: makes the draws; by default a new one with a fixed seed.
         cfg: has `max_tokens` and `temperature`; by default `RolloutConfig()`.
+        env_factory: called with a task and `tok`; by default the gym's environment.
 
     Returns:
         `pass_rate`, the mean over tasks; `stderr`, its standard error over the sampling of
@@ -270,7 +272,7 @@ def evaluate(
     check.integer("episodes", episodes)
     sampling = RolloutConfig(cfg.max_tokens, episodes, cfg.temperature)
     generator = generator or torch.Generator().manual_seed(1234)
-    trajs = sample_groups(model, make_env(cfg), tasks, tok, sampling, generator)
+    trajs = sample_groups(model, env_factory or make_env(cfg), tasks, tok, sampling, generator)
     rates = check.groups([traj.reward for traj in trajs], episodes).mean(1)
     variance = rates * (1 - rates) / (episodes - 1)  # unknown, NaN, from one episode
     return {

@@ -1,15 +1,17 @@
 # Generated from chapters/04-grpo.ipynb by tools/export.py. Do not edit: edit the notebook.
 """For the chapter alone: Group-relative policy gradients."""
 
+import concurrent.futures
 import ctypes
 import dataclasses
 import hashlib
 import inspect
-import itertools
+import multiprocessing
 import os
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,77 +19,36 @@ import torch
 from filelock import FileLock
 from torch import Tensor, nn
 
-from agentrl.grpo import RLConfig, aggregate_loss, save_atomically, snap_weights
-from agentrl.gym import BugFixEnv, Task, Tokenizer, make_tasks, run_tests, source_of
+from agentrl import check
+from agentrl.course.gym import Demonstrator, play
+from agentrl.grpo import (
+    RLConfig,
+    aggregate_loss,
+    clipped_surrogate_loss,
+    compute_advantages,
+    rl_update,
+    sample_step,
+    save_atomically,
+    snap_weights,
+    train_rl,
+)
+from agentrl.gym import BugFixEnv, Task, Tokenizer, build_tokenizer, make_tasks
 from agentrl.notebook import progress
 from agentrl.policy import TinyAgent, sequence_log_probs
-from agentrl.rollout import Trajectory, collate
+from agentrl.rollout import Trajectory, collate, evaluate
 
-__all__ = ["Demonstrator", "behavior_clone", "book_config", "demonstrate", "make_rl_base"]
-
-
-@dataclass(frozen=True)
-class Demonstrator:
-    """Probabilities of a scripted, imperfect agent that knows the repair.
-
-    Attributes:
-        look: it looks at the program first.
-        skill: an edit is the right one.
-        near, far, slip: odds that a wrong edit replaces the faulty token, any token of the program,
-            or any token that is part of some repair, which the tool may refuse.
-        test: it tests after an edit.
-        give_up: it submits after a failed test.
-        relook: it looks again after a refusal, or after reverting a failed edit.
-        struggle: in this episode it has half the skill, tests nearly always, looks again often and
-            hardly ever gives up; the long tail of episode lengths comes from here.
-    """
-
-    look: float = 0.97
-    skill: float = 0.36
-    near: float = 0.6
-    far: float = 0.15
-    slip: float = 0.25
-    test: float = 0.3
-    give_up: float = 0.5
-    relook: float = 0.3
-    struggle: float = 0.2
-
-
-def _script(
-    env: BugFixEnv, who: Demonstrator, replacements: Sequence[str], rng: random.Random
-) -> Iterator[tuple[str, ...]]:
-    """Yield the demonstrator's actions; it reads the environment between them."""
-    skill, test, give_up, relook = who.skill, who.test, who.give_up, who.relook
-    if rng.random() < who.struggle:
-        skill, test, give_up, relook = skill / 2, 0.95, 0.04, 0.5
-    if rng.random() < who.look:
-        yield ("LOOK",)
-    while True:
-        old, new = env.task.fix
-        if rng.random() >= skill:
-            body = [token for token in env.program if token != "\n"]
-            choices = ([old], body, replacements)
-            old = rng.choice(rng.choices(choices, (who.near, who.far, who.slip))[0])
-            new = rng.choice(replacements)
-        errors = env.info["errors"]
-        yield ("EDIT", old, new)
-        if env.info["errors"] > errors:  # refused: give up, look again, or try at once
-            if rng.random() < 0.05:
-                break
-            if rng.random() < relook:
-                yield ("LOOK",)
-            continue
-        if rng.random() >= test:
-            break
-        yield ("TEST",)
-        solved = all(run_tests(source_of(env.task.params, env.program), env.task.tests))
-        if solved or rng.random() < give_up:
-            break
-        if old != new and env.program.count(new) == 1:
-            yield ("EDIT", new, old)
-        if rng.random() < relook:
-            yield ("LOOK",)
-    yield ("SUBMIT",)
+__all__ = [
+    "LenientEnv",
+    "SilentEnv",
+    "behavior_clone",
+    "book_config",
+    "demonstrate",
+    "in_processes",
+    "make_rl_base",
+    "policy_at",
+    "record_run",
+    "with_other_goals",
+]
 
 
 def demonstrate(
@@ -95,45 +56,10 @@ def demonstrate(
 ) -> Trajectory:
     """Play one scripted episode; its `sample_logp` is 0, since no policy was asked."""
     env = BugFixEnv(task, tok)
-    ids = env.reset()
-    mine = [False] * len(ids)
-    replacements = sorted({token for t in make_tasks("train") for token in t.fix})
-    for action in _script(env, who or Demonstrator(), replacements, rng):
-        for token in tok.encode(action):
-            observation, done = env.step(token)
-            ids += [token, *observation]
-            mine += [True] + [False] * len(observation)
-            if done:
-                break
-        if env.done:
-            break
+    ids, mine = play(env, (who or Demonstrator()).act(env, rng))
     mask = torch.tensor(mine[1:])
-    return Trajectory(
-        torch.tensor(ids), mask, torch.zeros(len(mask), dtype=torch.float64), env.reward, env.info
-    )
-
-
-def _plant(task: Task, wrong: str, right: str) -> Task | None:
-    """Replace the fault of a task by another one; None if that is impossible or harmless."""
-    correct = [task.fix[1] if token == task.fix[0] else token for token in task.program]
-    if correct.count(right) != 1 or wrong in correct:
-        return None
-    program = tuple(wrong if token == right else token for token in correct)
-    harmless = all(run_tests(source_of(task.params, program), task.tests))
-    return None if harmless else dataclasses.replace(task, program=program, fix=(wrong, right))
-
-
-def _practice(tasks: Sequence[Task], tok: Tokenizer, rng: random.Random) -> Iterator[Task]:
-    """Yield training programs with other faults, without end."""
-    families = sorted({task.fix for task in tasks})
-    variants = [v for task in tasks for fix in families if (v := _plant(task, *fix))]
-    words = sorted(tok.program_tokens - {"\n"})
-    while True:
-        task: Task | None = rng.choice(variants)
-        if rng.random() < 0.3:
-            task = _plant(task, rng.choice(words), rng.choice(task.program))
-        if task is not None:
-            yield task if rng.random() < 0.7 else dataclasses.replace(task, goal=())
+    logp = torch.zeros(len(mask), dtype=torch.float64)
+    return Trajectory(torch.tensor(ids), mask, logp, env.reward, env.info)
 
 
 def book_config(**fields: Any) -> RLConfig:
@@ -182,49 +108,161 @@ def _digest(weights: dict[str, Tensor]) -> str:
     return sha.hexdigest()
 
 
-def _cache_dir() -> Path:
+def _cached(
+    name: str, made_by: Sequence[str], make: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return what `make` returned, `weights` and more, from the cache if it is there and sound.
+
+    Args:
+        made_by: texts that say how it is made: another text is another result.
+    """
     default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "agentrl"
-    return Path(os.environ.get("AGENTRL_CACHE", default))
+    folder = Path(os.environ.get("AGENTRL_CACHE", default))
+    folder.mkdir(parents=True, exist_ok=True)
+    key = hashlib.sha256("\0".join([*made_by, torch.__version__]).encode()).hexdigest()
+    path = folder / f"{name}-{key[:16]}.pt"
+    with FileLock(f"{path}.lock"):  # chapters that run side by side make it once
+        try:
+            saved = torch.load(path, weights_only=True)
+            if saved["digest"] == _digest(saved["made"]["weights"]):
+                return saved["made"]
+        except Exception:  # absent or damaged, in one of many ways: make it again
+            pass
+        made = make()
+        save_atomically({"made": made, "digest": _digest(made["weights"])}, path)
+        return made
 
 
-def _load_weights(path: Path) -> dict[str, Tensor] | None:
-    """Read weights from the cache; None if they are absent, unreadable or not what was written."""
-    try:
-        saved = torch.load(path, weights_only=True)
-        return saved["weights"] if saved["digest"] == _digest(saved["weights"]) else None
-    except Exception:  # a damaged file fails in many ways, and all of them mean: make it again
-        return None
-
-
-def make_rl_base(tok: Tokenizer, *, episodes: int = 16_000, seed: int = 0) -> TinyAgent:
+def make_rl_base(tok: Tokenizer, *, episodes: int = 24_000, seed: int = 0) -> TinyAgent:
     """Return the policy that RL starts from: a clone of the scripted demonstrator.
 
-    It is trained once, in under a minute on two cores, and kept in `$AGENTRL_CACHE`, by default
-    `~/.cache/agentrl`. The demonstrator practises on faults planted in the training programs.
+    It is trained once, in under a minute, and kept in `$AGENTRL_CACHE`, by default
+    `~/.cache/agentrl`.
 
     Args:
         tok: the vocabulary of all tasks.
-        episodes: demonstrations.
-        seed: of the demonstrations and of the initial weights.
+        episodes: demonstrations, of training tasks.
+        seed: seeds the demonstrations and the initial weights.
     """
-    made_by = [
-        Path(inspect.getsourcefile(kind)).read_text() for kind in (Task, TinyAgent, Trajectory)
-    ]
-    code = (behavior_clone, snap_weights, aggregate_loss, demonstrate)
-    made_by += map(inspect.getsource, (*code, _script, _plant, _practice))
-    made_by += [str(tok.tokens), str(Demonstrator()), str((episodes, seed)), torch.__version__]
-    key = hashlib.sha256("\0".join(made_by).encode()).hexdigest()
-    path = _cache_dir() / f"rl-base-{key[:16]}.pt"
-    path.parent.mkdir(parents=True, exist_ok=True)
     model = TinyAgent(len(tok), seed=seed)
-    with FileLock(f"{path}.lock"):  # chapters that run side by side train it once
-        weights = _load_weights(path)
-        if weights is None:
-            rng = random.Random(seed)
-            practice = itertools.islice(_practice(make_tasks("train"), tok, rng), episodes)
-            data = [demonstrate(task, tok, rng) for task in practice]
-            behavior_clone(model, data, tok)
-            weights = model.state_dict()
-            save_atomically({"weights": weights, "digest": _digest(weights)}, path)
-    model.load_state_dict(weights)
+
+    def train() -> dict[str, Any]:
+        rng = random.Random(seed)
+        tasks = make_tasks("train")
+        shown = [demonstrate(rng.choice(tasks), tok, rng) for _ in range(episodes)]
+        behavior_clone(model, shown, tok)
+        return {"weights": model.state_dict()}
+
+    model.load_state_dict(_cached("rl-base", _base_code(tok, episodes, seed), train)["weights"])
     return model
+
+
+def _base_code(tok: Tokenizer, *numbers: int) -> list[str]:
+    """Collect what decides a base policy: the sources of all that makes it."""
+    kinds = (Task, Demonstrator, TinyAgent, Trajectory)
+    sources = [Path(inspect.getsourcefile(kind)).read_text("utf-8") for kind in kinds]
+    code = (behavior_clone, snap_weights, aggregate_loss, demonstrate)
+    return [*sources, *map(inspect.getsource, code), str(tok.tokens), str(numbers)]
+
+
+class SilentEnv(BugFixEnv):
+    """An environment whose `TEST` answers nothing."""
+
+    def test(self) -> list[str]:
+        return []
+
+
+class LenientEnv(BugFixEnv):
+    """An environment that pays for the visible tests."""
+
+    def grade(self) -> float:
+        return float(all(self.run(self.task.visible)))
+
+
+def with_other_goals(tasks: Sequence[Task]) -> list[Task]:
+    """Give each task the goal of another one, drawn among those that differ."""
+    rng, goals = random.Random(0), sorted({task.goal for task in tasks})
+    others = ([goal for goal in goals if goal[0] != task.goal[0]] for task in tasks)
+    return [
+        dataclasses.replace(task, goal=rng.choice(other))
+        for task, other in zip(tasks, others, strict=True)
+    ]
+
+
+def record_run(job: tuple[int, int, str]) -> dict[str, Any]:
+    """Train from the base policy with 16 groups of 8 a step, and evaluate; kept like that policy.
+
+    Args:
+        job: the seed, the steps, and whose verdict pays: `grading` tests or the `visible` ones.
+
+    Returns:
+        `weights` by step and name, as `policy_at` reads them; `history` of `train_rl`; `scores` on
+        the held-out tasks, (pass rate, standard error), from 128 episodes of each task: `base`,
+        `trained`, and from 32 `other goal`, `silent test`.
+    """
+    seed, steps, scorer = job
+    tok, cfg = build_tokenizer(make_tasks()), book_config(seed=seed, prompts_per_step=16)
+    paid = {"grading": BugFixEnv, "visible": LenientEnv}[scorer]
+    heldout = make_tasks("heldout")
+
+    def sampler(model: nn.Module, tasks: Sequence[Task], *rest: Any) -> list[Trajectory]:
+        return sample_step(model, tasks, *rest, env_factory=paid)
+
+    def train() -> dict[str, Any]:
+        model, kept = make_rl_base(tok), {}
+
+        def keep(now: nn.Module, history: list[dict[str, Any]]) -> None:
+            if len(history) in (10, 30, steps):
+                state = now.state_dict().items()
+                kept.update({f"{len(history)}.{name}": w.clone() for name, w in state})
+
+        history = train_rl(
+            model, make_tasks("train"), tok, cfg, steps, sampler=sampler, on_step=keep
+        )
+        silent = partial(evaluate, env_factory=SilentEnv)
+        scores = {}
+        for name, how, tasks, episodes in (
+            ("trained", evaluate, heldout, 128),
+            ("other goal", evaluate, with_other_goals(heldout), 16),
+            ("silent test", silent, heldout, 8),
+        ):
+            found = how(model, tasks, tok, episodes)
+            scores[name] = (found["pass_rate"], found["stderr"])
+        return {"weights": kept, "history": history, "scores": scores}
+
+    code = (record_run, train_rl, rl_update, clipped_surrogate_loss, compute_advantages)
+    made_by = [*_base_code(tok, 0), *map(inspect.getsource, code), str(cfg), str(job)]
+    return _cached("rl-run", made_by, train)
+
+
+def policy_at(run: Mapping[str, Any], step: int, tok: Tokenizer) -> TinyAgent:
+    """Return the policy of a run after 10, 30 or all steps."""
+    model, prefix = TinyAgent(len(tok)), f"{step}."
+    weights = run["weights"].items()
+    found = {name.removeprefix(prefix): w for name, w in weights if name.startswith(prefix)}
+    model.load_state_dict(found)
+    return model
+
+
+def _one_thread() -> None:
+    """Prepare a worker process."""
+    os.environ["AGENTRL_PROGRESS"] = "0"  # the bar is the parent's
+    torch.set_num_threads(1)
+    parent = multiprocessing.parent_process()
+    # Without this a worker outlives a parent that is killed.
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def in_processes(
+    function: Callable[[Any], Any], jobs: Sequence[Any], workers: int | None = None
+) -> list[Any]:
+    """Call an importable function for each job in processes of their own; results in order.
+
+    Args:
+        workers: processes; by default one per CPU core, at most 8. Results do not depend on it.
+    """
+    most = min(os.cpu_count() or 1, 8) if workers is None else check.integer("workers", workers)
+    spawn = multiprocessing.get_context("spawn")  # a forked child may not use CUDA
+    workers = max(1, min(len(jobs), most))
+    with concurrent.futures.ProcessPoolExecutor(workers, spawn, _one_thread) as pool:
+        return list(progress(pool.map(function, jobs), desc="runs", total=len(jobs)))

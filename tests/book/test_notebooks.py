@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import nbformat
 import pytest
 from cells import ALT, printed, ran, recorded
+from matplotlib.colors import to_rgba
 from nbformat.v4 import new_code_cell
 
-from agentrl.notebook import COLORS, progress, record
+from agentrl.notebook import COLORS, draw_episode, progress, record
 from tools import notebooks
 from tools.notebooks import canon, main, read
 from tools.preflight import preflight
@@ -21,6 +23,27 @@ def test_record_prints_aligned_lines_and_progress_is_silent_under_test(capsys):
     assert progress(items, "counting") is items
     assert capsys.readouterr() == ("share      0.74\nlong_name  12\n", "")
     assert len({*COLORS.values()}) == len(COLORS)
+
+
+def test_an_episode_is_drawn_filled_where_the_policy_chose_with_its_mask_below():
+    words, by_policy = ["<bos>", "LOOK", "\n", "TEST", "SUBMIT"], [False, True, False, True, True]
+    _, ax = draw_episode(words, by_policy, per_line=3)
+    assert len(ax.patches) == 5
+    for k, (word, mine, box) in enumerate(zip(words, by_policy, ax.patches, strict=True)):
+        color = to_rgba(COLORS["policy" if mine else "context"])
+        assert box.get_edgecolor() == color
+        assert box.get_facecolor() == (color if mine else to_rgba("none"))
+        at = (k % 3, -1.5 * (k // 3))
+        assert [t.get_text() for t in ax.texts if t.get_position() == at] == [repr(word)[1:-1]]
+    digits = [t for t in ax.texts if t.get_text() in ("0", "1")]
+    assert "".join(t.get_text() for t in digits) == "1011", "entry t says whose token t + 1 is"
+    colors = {"0": COLORS["padding"], "1": COLORS["policy"]}
+    assert all(t.get_color() == colors[t.get_text()] for t in digits)
+    assert [t.get_position()[0] for t in digits] == [0, 1, 2, 0], "the last token has none"
+    low, high = ax.get_ylim()
+    assert all(low < t.get_position()[1] < high for t in ax.texts)
+    assert draw_episode(["x"] * 300, [True] * 300)[0].get_figheight() <= 4
+    plt.close("all")
 
 
 # The canonical form
