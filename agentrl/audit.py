@@ -563,7 +563,9 @@ def _factor(loss_fn: Callable[[Any], Any], batch: Any, params: list[Tensor], g: 
     why = "a step along the gradient changes the loss as it says"
     if not apart <= 0.1 * abs(slope):
         return Finding(0, "", "no factor can be seen: the loss is too rough", 0.1, why)
-    likely = f"every gradient is {factor:.2g} times the slope of the loss"
+    near = min(range(2, 10), key=lambda n: abs(factor - n))  # the slope is known to 10%
+    shown = near if abs(factor / near - 1) <= 0.1 else f"{factor:.2g}"
+    likely = f"every gradient is about {shown} times the slope of the loss"
     return Finding(abs(factor - 1), "relative", "the loss along the gradient", 0.1, why, likely)
 
 
