@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         step_zero_ratio_check,
     )
     from agentrl.course.audit import Plant, full_head, planted_faults
-    from agentrl.course.curriculum import run_arm, run_arms
+    from agentrl.course.curriculum import record_arm
     from agentrl.course.grpo import (
         LenientEnv,
         SilentEnv,
@@ -251,11 +251,10 @@ __all__ = [
     "prefix_tree_tokens",
     "rank_balanced_batches",
     "rank_imbalance",
+    "record_arm",
     "record_run",
     "reinforce_loss",
     "rl_update",
-    "run_arm",
-    "run_arms",
     "run_cost",
     "run_tests",
     "sample_groups",
@@ -323,7 +322,7 @@ accumulation accumulate_gradients global_token_count
 curriculum draw_weighted estimate_pass_rate expected_groups_per_kept fill_groups
 filter_by_pass_rate train_curriculum
 
-course.curriculum run_arm run_arms
+course.curriculum record_arm
 
 throughput ACCELERATORS Accelerator Cost Estimate ModelShape accelerator causal_pairs command_line
 decode_flops decode_tokens_per_s decode_weights forward_flops matmul_weights prefill_seconds

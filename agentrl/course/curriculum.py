@@ -1,91 +1,52 @@
 # Generated from chapters/09-curriculum.ipynb by tools/export.py. Do not edit: edit the notebook.
 """For the chapter alone: Curriculum by pass rate."""
 
-import concurrent.futures
-import importlib
-import math
-import multiprocessing
-import os
-import threading
-from collections.abc import Mapping, Sequence
+import inspect
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from agentrl import check
-from agentrl.course.grpo import book_config, make_rl_base
+from agentrl.course.grpo import book_config, cached, make_rl_base
+from agentrl.course.gym import Demonstrator
 from agentrl.curriculum import train_curriculum
-from agentrl.gym import build_tokenizer, make_tasks
-from agentrl.notebook import progress
-from agentrl.rollout import evaluate
+from agentrl.grpo import train_rl
+from agentrl.gym import Task, build_tokenizer, make_tasks
+from agentrl.policy import TinyAgent
+from agentrl.rollout import Trajectory, evaluate
 
-__all__ = ["run_arm", "run_arms"]
+__all__ = ["record_arm"]
+
+_ARMS = {
+    "all": {"prompts_per_step": 16, "low": -1.0, "high": 2.0},
+    "filter": {"prompts_per_step": 14, "revisit": 2},
+}
 
 
-def run_arm(job: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Train from the base policy on the training tasks, and score on the held-out ones.
+def record_arm(job: tuple[str, int, int]) -> dict[str, Any]:
+    """Train one arm from the base policy with a fixed denominator, and evaluate it; kept on disk.
 
     Args:
-        job: `cfg`, fields for `book_config` as a dictionary; `steps`, the most there can be; and
-            optionally `budget`, episodes after which the run ends; `score_every`, episodes between
-            scores on the way; `device`; and arguments of `train_curriculum`, but no checkpoint.
+        job: the arm, `all` or `filter`, the seed, and the steps.
 
     Returns:
-        `history`, as of `train_curriculum`, and `scores`: `episodes` spent, the `pass_rate` from
-        32 episodes of each task, and its `stderr`; the last one at the end of the run.
+        `weights` at the end; `history`, as of `train_curriculum`; `score`, the held-out pass rate
+        from 32 episodes of each task and its standard error.
     """
-    if "checkpoint" in job:
-        raise ValueError("checkpoint: a resumed run would lack the scores of its first part")
-    ours = ("cfg", "steps", "budget", "score_every", "device")
-    options = {key: value for key, value in job.items() if key not in ours}
-    tok = build_tokenizer(make_tasks())
-    model = make_rl_base(tok).to(job.get("device", "cpu"))
-    every = job.get("score_every", math.inf)
-    scores: list[dict[str, float]] = []
+    arm, seed, steps = job
+    check.one_of("arm", arm, tuple(_ARMS))
+    options = dict(_ARMS[arm])
+    prompts = options.pop("prompts_per_step")
+    cfg = book_config(seed=seed, prompts_per_step=prompts, norm_const=1024.0)
 
-    def score(spent: int) -> None:
-        result = evaluate(model, make_tasks("heldout"), tok, episodes=32)
-        scores.append({"episodes": spent, **{k: result[k] for k in ("pass_rate", "stderr")}})
+    def train() -> dict[str, Any]:
+        tok = build_tokenizer(make_tasks())
+        model = make_rl_base(tok)
+        history = train_curriculum(model, make_tasks("train"), tok, cfg, steps, **options)
+        found = evaluate(model, make_tasks("heldout"), tok, episodes=32)
+        score = (found["pass_rate"], found["stderr"])
+        return {"weights": model.state_dict(), "history": history, "score": score}
 
-    def on_step(_: nn.Module, history: list[dict[str, Any]]) -> bool:
-        spent = sum(step["episodes"] for step in history)
-        end = spent >= job.get("budget", math.inf)
-        before = spent - history[-1]["episodes"]
-        if end or len(history) == job["steps"] or spent // every > before // every:
-            score(spent)
-        return end
-
-    cfg = book_config(**job["cfg"])
-    train = make_tasks("train")
-    history = train_curriculum(model, train, tok, cfg, job["steps"], **options, on_step=on_step)
-    spent = sum(step["episodes"] for step in history)
-    if spent and (not scores or scores[-1]["episodes"] < spent):  # the pool ran empty
-        score(spent)
-    return {"history": history, "scores": scores}
-
-
-def _one_thread() -> None:
-    """Prepare a worker process."""
-    os.environ["AGENTRL_PROGRESS"] = "0"  # the bar is the parent's
-    torch.set_num_threads(1)
-    parent = multiprocessing.parent_process()
-    # Without this a worker outlives a parent that is killed.
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-
-
-def run_arms(
-    jobs: Sequence[Mapping[str, Any]], workers: int | None = None
-) -> list[dict[str, list[dict[str, Any]]]]:
-    """Do `run_arm` for each job in processes of their own; results in the order of the jobs.
-
-    Args:
-        workers: processes; by default one per CPU core, at most 8. Results do not depend on it.
-    """
-    most = min(os.cpu_count() or 1, 8) if workers is None else check.integer("workers", workers)
-    workers = max(1, min(len(jobs), most))
-    spawn = multiprocessing.get_context("spawn")  # a forked child may not use CUDA
-    # By its name in the package: a new process cannot import what a notebook has defined.
-    ours = importlib.import_module("agentrl.course.curriculum")
-    with concurrent.futures.ProcessPoolExecutor(workers, spawn, ours._one_thread) as pool:
-        return list(progress(pool.map(ours.run_arm, jobs), desc="runs", total=len(jobs)))
+    kinds = (Task, Demonstrator, TinyAgent, Trajectory, train_rl, book_config, train_curriculum)
+    sources = [Path(inspect.getsourcefile(kind)).read_text("utf-8") for kind in kinds]
+    made_by = [*sources, inspect.getsource(record_arm), str(cfg), str(options), str(job)]
+    return cached("arm", made_by, train)

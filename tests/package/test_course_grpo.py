@@ -1,7 +1,11 @@
 """The demonstrator, its clone, and the cache of the base policy."""
 
+import math
 import os
 import random
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -9,10 +13,13 @@ import torch
 from test_grpo import TOK, TRAIN, gen, run_python, weights_of
 
 from agentrl.course import grpo as course
-from agentrl.course.grpo import behavior_clone, demonstrate, make_rl_base
+from agentrl.course.curriculum import record_arm
+from agentrl.course.grpo import behavior_clone, demonstrate, in_processes, make_rl_base
 from agentrl.gym import BugFixEnv, build_tokenizer
 from agentrl.policy import TinyAgent
 from agentrl.rollout import evaluate
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_demonstrations_replay():
@@ -161,3 +168,49 @@ def test_other_goals_are_of_another_kind():
     assert all(a.goal[0] != b.goal[0] for a, b in zip(TRAIN, changed, strict=True))
     assert [t.program for t in changed] == [t.program for t in TRAIN]
     assert changed == course.with_other_goals(TRAIN)
+
+
+RUN = """
+import agentrl as arl
+
+if __name__ == "__main__":
+    arl.in_processes(arl.record_arm, [("all", 0, 500)], workers=1)
+"""
+
+
+def test_workers_end_with_a_parent_that_is_killed(tmp_path):
+    script = tmp_path / "run.py"
+    script.write_text(RUN)
+    parent = subprocess.Popen([sys.executable, script], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    try:
+        listed = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+        wait(lambda: len(listed.read_text().split()) > 1)  # the worker, and who cleans up
+        children = [Path("/proc", pid) for pid in listed.read_text().split()]
+    finally:
+        parent.kill()
+        parent.wait()
+    wait(lambda: not any(map(runs, children)))
+
+
+def runs(process):
+    return process.exists() and ") Z" not in (process / "stat").read_text()
+
+
+def wait(done):
+    deadline = time.monotonic() + 120
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_workers_do_not_show():
+    assert in_processes(math.sqrt, [4, 9, 16], workers=1) == [2, 3, 4]
+    assert in_processes(math.sqrt, [4, 9, 16], workers=2) == [2, 3, 4]
+    assert in_processes(math.sqrt, []) == []
+    with pytest.raises(ValueError, match="workers"):
+        in_processes(math.sqrt, [4], workers=0)
+
+
+def test_an_arm_has_a_name():
+    with pytest.raises(ValueError, match="arm"):
+        record_arm(("most", 0, 1))
