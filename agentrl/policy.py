@@ -22,63 +22,34 @@ __all__ = [
 ]
 
 
-@dataclass
-class KVCache:
-    """Keys and values of the positions seen so far."""
+def selected_log_probs(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return log p(id) in nats for each chosen token: logits [..., V], ids [...] -> [...].
 
-    memory: Tensor  # [layers, B, max_len, 2, heads, head_dim], a key and a value per position
-    lengths: list[int]  # how many positions each of the B rows has seen
+    Logits in half precision are converted first, so the result is in float32 or better.
 
-    def select(self, rows: list[int]) -> None:
-        """Keep these rows, in this order, and forget the others; at most B rows are kept."""
-        rows = check.integers("rows", rows, 0, last_row=len(self.lengths) - 1)
-        if len(rows) > len(self.lengths):
-            raise ValueError(f"rows = {rows} are more than the cache has: {len(self.lengths)}")
-        filled = max(self.lengths)
-        self.memory[:, : len(rows), :filled] = self.memory[:, rows, :filled]
-        self.memory = self.memory[:, : len(rows)]
-        self.lengths = [self.lengths[row] for row in rows]
-
-
-@dataclass
-class _NewTokens:
-    """Where N new tokens stand: end to end as the model reads them, and row by row."""
-
-    row: Tensor  # [N], the row of each token in the cache
-    position: Tensor  # [N], its position there
-    length: int  # S, the number of positions in the longest row
-    grid: Tensor  # [B, T], the token that is the t-th new one of row b; 0 where there is none
-    cell: Tensor  # [N], the place of each token in the flattened grid
-    mask: Tensor | None  # [B, 1, T, S], what a new token may see; None if one row gets one token
-
-
-def _extend(cache: KVCache, counts: list[int]) -> _NewTokens:
-    """Make room for `counts[b]` tokens at the end of each row b of the cache."""
-    before, limit, device = cache.lengths, cache.memory.shape[2], cache.memory.device
-    after = [start + n for start, n in zip(before, counts, strict=True)]
-    cache.lengths = check.integers("positions", after, 0, max_len=limit)
-    T, S = max(counts), max(after)
-    cache.memory[:, :, max(before) : S] = 0  # a masked value has weight 0, and 0 * NaN is NaN
-    rows = [b for b, n in enumerate(counts) for _ in range(n)]
-    positions = [s + t for s, n in zip(before, counts, strict=True) for t in range(n)]
-    cells = [b * T + t for b, n in enumerate(counts) for t in range(n)]
-    row, position, cell = torch.tensor([rows, positions, cells], device=device).unbind(0)
-    number, place = torch.arange(len(cells), device=device), torch.arange(S, device=device)
-    grid = cell.new_zeros(len(counts) * T).scatter(0, cell, number).view(-1, T)
-    mask = None if len(counts) == T == 1 else place <= position[grid][:, None, :, None]
-    return _NewTokens(row, position, S, grid, cell, mask)
-
-
-def _cached_attention(qkv: Tensor, memory: Tensor, new: _NewTokens) -> Tensor:
-    """Store keys and values, and attend to all that the rows hold: [N, 3, H, D/H] -> [N, H, D/H].
-
-    `memory` [B, max_len, 2, H, D/H] is that of one layer.
+    Raises:
+        ValueError, TypeError: if the shapes differ, or, on the CPU, an id is outside 0..V-1.
     """
-    memory[new.row, new.position] = qkv[:, 1:]
-    k, v = memory[:, : new.length].permute(2, 0, 3, 1, 4).unbind(0)  # each [B, H, S, D/H]
-    q = qkv[:, 0][new.grid].transpose(1, 2)  # [B, H, T, D/H]
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=new.mask)
-    return y.transpose(1, 2).flatten(0, 1)[new.cell]
+    check.shapes(logits=(logits, "... V"), ids=(ids, "..."))
+    check.ids("ids", ids, logits.shape[-1])
+    logits = check.widened(logits)
+    return logits.gather(-1, ids.long()[..., None])[..., 0] - logits.logsumexp(-1)
+
+
+def sequence_log_probs(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return the log-prob of every token after the first, given those before: [B, T] -> [B, T-1].
+
+    Entry t scores token t + 1. The model maps ids [B, T] to logits [B, T, V].
+
+    Raises:
+        ValueError, TypeError: if a sequence has no second token, an id is outside the vocabulary,
+            or the model does not return a tensor.
+    """
+    if check.shapes(ids=(ids, "B T"))["T"] < 2:
+        raise ValueError(f"ids {list(ids.shape)} must be [B, T] with T >= 2")
+    logits = check.tensor("model(ids)", model(ids[:, :-1]))
+    check.ids("ids", ids, logits.shape[-1])
+    return selected_log_probs(logits, ids[:, 1:])
 
 
 class Block(nn.Module):
@@ -97,7 +68,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * d_model, d_model, bias=False)
 
     def forward(
-        self, x: Tensor, mask: Tensor | None, cache: tuple[Tensor, _NewTokens] | None = None
+        self, x: Tensor, mask: Tensor | None, cache: "tuple[Tensor, _NewTokens] | None" = None
     ) -> Tensor:
         B, T, D = x.shape
         qkv = self.qkv(self.norm1(x)).view(B, T, 3, self.n_heads, D // self.n_heads)
@@ -155,7 +126,7 @@ class TinyAgent(nn.Module):
                 p.copy_(scale * torch.randn(p.shape, generator=generator, dtype=torch.float64))
         self.lm_head.weight.copy_(self.token.weight / 2)
 
-    def new_cache(self, batch: int) -> KVCache:
+    def new_cache(self, batch: int) -> "KVCache":
         """Return an empty cache for `batch` rows of up to `max_len` positions."""
         rows, heads = check.integer("batch", batch), self.blocks[0].n_heads
         width = self.position.embedding_dim // heads
@@ -167,7 +138,7 @@ class TinyAgent(nn.Module):
         ids: Tensor,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: "KVCache | None" = None,
         counts: list[int] | None = None,
     ) -> Tensor:
         """Return the states that the output head reads: ids [B, T] -> [B, T, D].
@@ -221,41 +192,11 @@ class TinyAgent(nn.Module):
         ids: Tensor,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: "KVCache | None" = None,
         counts: list[int] | None = None,
     ) -> Tensor:
         """Return logits [B, T, V]; the arguments are those of `hidden_states`."""
         return self.lm_head(self.hidden_states(ids, position_ids, attention_mask, cache, counts))
-
-
-def selected_log_probs(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return log p(id) in nats for each chosen token: logits [..., V], ids [...] -> [...].
-
-    Logits in half precision are converted first, so the result is in float32 or better.
-
-    Raises:
-        ValueError, TypeError: if the shapes differ, or, on the CPU, an id is outside 0..V-1.
-    """
-    check.shapes(logits=(logits, "... V"), ids=(ids, "..."))
-    check.ids("ids", ids, logits.shape[-1])
-    logits = check.widened(logits)
-    return logits.gather(-1, ids.long()[..., None])[..., 0] - logits.logsumexp(-1)
-
-
-def sequence_log_probs(model: nn.Module, ids: Tensor) -> Tensor:
-    """Return the log-prob of every token after the first, given those before: [B, T] -> [B, T-1].
-
-    Entry t scores token t + 1. The model maps ids [B, T] to logits [B, T, V].
-
-    Raises:
-        ValueError, TypeError: if a sequence has no second token, an id is outside the vocabulary,
-            or the model does not return a tensor.
-    """
-    if check.shapes(ids=(ids, "B T"))["T"] < 2:
-        raise ValueError(f"ids {list(ids.shape)} must be [B, T] with T >= 2")
-    logits = check.tensor("model(ids)", model(ids[:, :-1]))
-    check.ids("ids", ids, logits.shape[-1])
-    return selected_log_probs(logits, ids[:, 1:])
 
 
 def chunked_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, chunk_size: int) -> Tensor:
@@ -276,3 +217,62 @@ def chunked_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, chunk_size: i
     check.ids("ids", ids, len(weight))
     chunks = zip(hidden.split(chunk_size, 1), ids.split(chunk_size, 1), strict=True)
     return torch.cat([selected_log_probs(F.linear(h, weight), i) for h, i in chunks], dim=1)
+
+
+@dataclass
+class KVCache:
+    """Keys and values of the positions seen so far."""
+
+    memory: Tensor  # [layers, B, max_len, 2, heads, head_dim], a key and a value per position
+    lengths: list[int]  # how many positions each of the B rows has seen
+
+    def select(self, rows: list[int]) -> None:
+        """Keep these rows, in this order, and forget the others; at most B rows are kept."""
+        rows = check.integers("rows", rows, 0, last_row=len(self.lengths) - 1)
+        if len(rows) > len(self.lengths):
+            raise ValueError(f"rows = {rows} are more than the cache has: {len(self.lengths)}")
+        filled = max(self.lengths)
+        self.memory[:, : len(rows), :filled] = self.memory[:, rows, :filled]
+        self.memory = self.memory[:, : len(rows)]
+        self.lengths = [self.lengths[row] for row in rows]
+
+
+@dataclass
+class _NewTokens:
+    """Where N new tokens stand: end to end as the model reads them, and row by row."""
+
+    row: Tensor  # [N], the row of each token in the cache
+    position: Tensor  # [N], its position there
+    length: int  # S, the number of positions in the longest row
+    grid: Tensor  # [B, T], the token that is the t-th new one of row b; 0 where there is none
+    cell: Tensor  # [N], the place of each token in the flattened grid
+    mask: Tensor | None  # [B, 1, T, S], what a new token may see; None if one row gets one token
+
+
+def _extend(cache: KVCache, counts: list[int]) -> _NewTokens:
+    """Make room for `counts[b]` tokens at the end of each row b of the cache."""
+    before, limit, device = cache.lengths, cache.memory.shape[2], cache.memory.device
+    after = [start + n for start, n in zip(before, counts, strict=True)]
+    cache.lengths = check.integers("positions", after, 0, max_len=limit)
+    T, S = max(counts), max(after)
+    cache.memory[:, :, max(before) : S] = 0  # a masked value has weight 0, and 0 * NaN is NaN
+    rows = [b for b, n in enumerate(counts) for _ in range(n)]
+    positions = [s + t for s, n in zip(before, counts, strict=True) for t in range(n)]
+    cells = [b * T + t for b, n in enumerate(counts) for t in range(n)]
+    row, position, cell = torch.tensor([rows, positions, cells], device=device).unbind(0)
+    number, place = torch.arange(len(cells), device=device), torch.arange(S, device=device)
+    grid = cell.new_zeros(len(counts) * T).scatter(0, cell, number).view(-1, T)
+    mask = None if len(counts) == T == 1 else place <= position[grid][:, None, :, None]
+    return _NewTokens(row, position, S, grid, cell, mask)
+
+
+def _cached_attention(qkv: Tensor, memory: Tensor, new: _NewTokens) -> Tensor:
+    """Store keys and values, and attend to all that the rows hold: [N, 3, H, D/H] -> [N, H, D/H].
+
+    `memory` [B, max_len, 2, H, D/H] is that of one layer.
+    """
+    memory[new.row, new.position] = qkv[:, 1:]
+    k, v = memory[:, : new.length].permute(2, 0, 3, 1, 4).unbind(0)  # each [B, H, S, D/H]
+    q = qkv[:, 0][new.grid].transpose(1, 2)  # [B, H, T, D/H]
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=new.mask)
+    return y.transpose(1, 2).flatten(0, 1)[new.cell]
