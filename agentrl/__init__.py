@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from agentrl.accumulation import accumulate_gradients, global_token_count
     from agentrl.audit import (
-        flop_count_check,
         group_filter_check,
-        head_memory_check,
         leak_check,
-        schedule_check,
         split_invariance_check,
         step_zero_ratio_check,
     )
@@ -89,12 +86,14 @@ if TYPE_CHECKING:
         checkpointed_log_probs,
         fused_log_probs,
         fused_policy_loss,
+        head_memory_check,
         peak_memory,
     )
     from agentrl.microbatch import (
         padded_tokens,
         rank_balanced_batches,
         rank_imbalance,
+        schedule_check,
         sequence_cost,
         token_budget_batches,
     )
@@ -140,6 +139,7 @@ if TYPE_CHECKING:
         decode_flops,
         decode_tokens_per_s,
         decode_weights,
+        flop_count_check,
         forward_flops,
         matmul_weights,
         prefill_seconds,
@@ -364,6 +364,7 @@ _HOME = {
     "padded_tokens": "microbatch",
     "rank_balanced_batches": "microbatch",
     "rank_imbalance": "microbatch",
+    "schedule_check": "microbatch",
     "sequence_cost": "microbatch",
     "token_budget_batches": "microbatch",
     "TRAJECTORY_QUANTILES": "course.microbatch",
@@ -371,6 +372,7 @@ _HOME = {
     "checkpointed_log_probs": "logits",
     "fused_log_probs": "logits",
     "fused_policy_loss": "logits",
+    "head_memory_check": "logits",
     "peak_memory": "logits",
     "accumulate_gradients": "accumulation",
     "global_token_count": "accumulation",
@@ -393,6 +395,7 @@ _HOME = {
     "decode_flops": "throughput",
     "decode_tokens_per_s": "throughput",
     "decode_weights": "throughput",
+    "flop_count_check": "throughput",
     "forward_flops": "throughput",
     "matmul_weights": "throughput",
     "prefill_seconds": "throughput",
@@ -402,11 +405,8 @@ _HOME = {
     "train_tokens_per_s": "throughput",
     "training_flops": "throughput",
     "measure_accelerator": "course.throughput",
-    "flop_count_check": "audit",
     "group_filter_check": "audit",
-    "head_memory_check": "audit",
     "leak_check": "audit",
-    "schedule_check": "audit",
     "split_invariance_check": "audit",
     "step_zero_ratio_check": "audit",
     "Plant": "course.audit",

@@ -17,26 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from agentrl import check
-from agentrl.logits import peak_memory
-from agentrl.microbatch import token_budget_batches
 from agentrl.report import Finding, as_check
 from agentrl.rollout import Trajectory, check_trajectories
 
-__all__ = [
-    "flop_count_check",
-    "group_filter_check",
-    "head_memory_check",
-    "leak_check",
-    "schedule_check",
-    "split_invariance_check",
-    "step_zero_ratio_check",
-]
+__all__ = ["group_filter_check", "leak_check", "split_invariance_check", "step_zero_ratio_check"]
 
 _PRODUCT = re.compile("mm$|mv$|dot|attention|attn|convolution")
 
@@ -408,7 +396,7 @@ def _tensors(grads: Any) -> list[Tensor]:
     return parts
 
 
-def _flat(parts: Iterable[Tensor]) -> Tensor:
+def _vector(parts: Iterable[Tensor]) -> Tensor:
     """Return all numbers in one float64 vector on the CPU."""
     return torch.cat([p.detach().double().cpu().flatten() for p in parts])
 
@@ -452,7 +440,7 @@ def split_invariance_check(
         raise ValueError("loss_fn and params are needed together")
 
     def run(plan: list[list[int]], **how: Any) -> Tensor:
-        return _flat(_tensors(_run(grad_fn, batch, plan, **how)))
+        return _vector(_tensors(_run(grad_fn, batch, plan, **how)))
 
     def apart(g: Tensor, other: Tensor) -> Tensor:
         error = (g - other).norm()
@@ -464,7 +452,7 @@ def split_invariance_check(
         return Finding(math.nan if bad else 0, unit, index, 0, "a gradient is finite", likely)
 
     raw = _tensors(_run(grad_fn, batch, whole))
-    expected, eps = _flat(raw), max(torch.finfo(g.dtype).eps for g in raw)
+    expected, eps = _vector(raw), max(torch.finfo(g.dtype).eps for g in raw)
     scale = expected.norm().item()
     yield finite(expected, "the reference")
     grads = []
@@ -512,7 +500,7 @@ def _why_split(
         wrong = "summed where they should be averaged, or the reverse"
         return f"the gradient is {along:.3g} times too long: {K} microbatches are {wrong}"
     try:
-        parts = torch.stack([_flat(_tensors(_run(fn, batch, [rows]))) for rows in plan])  # [K, P]
+        parts = torch.stack([_vector(_tensors(_run(fn, batch, [rows]))) for rows in plan])  # [K, P]
     except Exception as problem:  # a trainer may refuse a part of the batch
         return f"unknown, since a microbatch alone fails: {problem}"
     parts = parts.nan_to_num()
@@ -548,9 +536,9 @@ def _factor(loss_fn: Callable[[Any], Any], batch: Any, params: list[Tensor], g: 
         """Return the loss after a step along the gradient, and where rounding led it."""
         for p, old, piece in zip(params, start, g.split(sizes), strict=True):
             p.copy_(old.double() + step * piece.view(old.shape).to(old.device))
-        return (float(_run(loss_fn, batch)), _flat(params)) if step else (0.0, g)
+        return (float(_run(loss_fn, batch)), _vector(params)) if step else (0.0, g)
 
-    slopes, unit = [], (_flat(start).norm() / g.norm()).item()
+    slopes, unit = [], (_vector(start).norm() / g.norm()).item()
     try:
         for step in (1e-2 * unit, 1e-3 * unit, 1e-4 * unit):
             (up, there), (down, here) = at(step), at(-step)
@@ -754,85 +742,6 @@ def _sampling_chance(trajs: Sequence[Trajectory], group_size: int | None) -> Fin
     return found.but(worst=surprise, index=index, likely=likely)
 
 
-def _ranks(batches: Any, num_ranks: int) -> list[list[list[int]]]:
-    """Return the microbatches of each rank; a flat list is that of one rank."""
-    listed = [rows.tolist() if isinstance(rows, Tensor) else rows for rows in batches]
-    flat = num_ranks == 1 and not any(isinstance(r, Iterable) for rows in listed for r in rows)
-    ranks = [listed] if flat else listed
-    if len(ranks) != num_ranks:
-        raise ValueError(f"batches has {len(ranks)} ranks, num_ranks = {num_ranks}")
-    for r, rank in enumerate(ranks):
-        for b, rows in enumerate(rank if isinstance(rank, Iterable) else [rank]):
-            if not isinstance(rows, Iterable):
-                raise TypeError(f"batches[{r}][{b}] = {rows!r} is no list of indices")
-    return [[[int(i) for i in rows] for rows in rank] for rank in ranks]
-
-
-@as_check
-def schedule_check(
-    batches: Sequence[Any],
-    lengths: Sequence[int] | Tensor,
-    max_tokens: int,
-    num_ranks: int = 1,
-    *,
-    packed: bool = False,
-    slack: float = 0.25,
-    strict: bool = False,
-) -> Iterator[Finding]:
-    """Check that microbatches hold every sequence once, fit into memory, and are few and even.
-
-    Args:
-        batches: lists of indices into `lengths`; with several ranks, such lists for each rank.
-        lengths: tokens of each sequence [N].
-        max_tokens: what fits: count times longest, or with `packed` the sum of lengths.
-        num_ranks: data-parallel ranks; all need the same number of microbatches, none empty.
-        packed: whether the sequences of a microbatch are packed without padding.
-        slack: by how much there may be more microbatches than a plan that was found, per rank;
-            one more is always allowed, unless it is 0.
-        strict: raise `AuditError` if the check fails.
-
-    Raises:
-        ValueError, TypeError: if the lengths, the cap or the ranks are not positive integers.
-    """
-    num_ranks = check.integer("num_ranks", num_ranks)
-    max_tokens, sizes = check.integer("max_tokens", max_tokens), check.integers("lengths", lengths)
-    ranks = _ranks(batches, num_ranks)
-    times = Counter(i for rank in ranks for rows in rank for i in rows)
-    times.subtract(range(len(sizes)))
-    i = next((i for i, extra in sorted(times.items()) if extra), 0)
-    likely = f"sequence {i} is " + ("dropped" if times[i] < 0 else "trained twice")
-    likely = likely if 0 <= i < len(sizes) else f"there is no sequence {i}"
-    unit, why = "times too few" if times[i] < 0 else "times too many", "each is trained once"
-    yield Finding(abs(times[i]), unit, f"sequence {i}", 0, why, likely)
-    longest = max(range(len(sizes)), key=sizes.__getitem__)
-    likely = "a sequence that does not fit is cut, or the cap is not kept: it should be refused"
-    index = f"sequence {longest}"
-    yield Finding(sizes[longest], "tokens", index, max_tokens, "max_tokens", likely)
-    counts = [len(rank) for rank in ranks]
-    fewer, r = max(counts) - min(counts), counts.index(min(counts))
-    likely = f"ranks have {counts} microbatches: the others wait for rank {r} for ever"
-    why = "a collective waits for every rank"
-    yield Finding(fewer, "microbatches fewer", f"rank {r}", 0, why, likely)
-    loads, names = [], []
-    for r, k, rows in ((r, k, rows) for r, rank in enumerate(ranks) for k, rows in enumerate(rank)):
-        load = [sizes[i] for i in rows]
-        loads.append(sum(load) if packed else len(load) * max(load, default=0))
-        names.append(f"microbatch {k}" + f" of rank {r}" * (num_ranks > 1))
-    index, trace = names[loads.index(max(loads))], tuple(map(float, loads))
-    likely = "microbatches are cut by a count or an average, not by the tokens they hold"
-    fullest = Finding(max(loads), "tokens", index, max_tokens, "max_tokens", likely, trace)
-    yield fullest
-    index, why = names[loads.index(min(loads))], "a mean over nothing is not a number"
-    likely = "ranks are filled up with nothing"
-    yield Finding(loads.count(0), "empty microbatches", index, 0, why, likely)
-    need = -(-len(token_budget_batches(sizes, max_tokens, packed=packed)) // num_ranks)
-    allowed = max(need + 1, math.floor(need * (1 + slack))) if slack else need
-    likely = "room in open microbatches is not used: the search for a fit is wrong, or a count cuts"
-    why = f"a plan with {need} exists"
-    yield Finding(counts[0], "microbatches", "each rank", allowed, why, likely)
-    yield fullest
-
-
 def _filter_cases(low: float, high: float, truncation: bool) -> list[Any]:
     """Return groups of rewards, which episodes were cut, and whether the group is to be kept."""
     equal = [[k / 10] * n for k in range(11) for n in (2, 3, 4, 5, 7, 8, 16)]
@@ -931,165 +840,3 @@ def _solved(fill_fn: Callable[..., Any]) -> Finding:
     why = "there is nothing to find, so the search ends and says so"
     index = f"every task solved, after {asked} groups"
     return Finding(0 if reason else max(asked, 1), "groups", index, 0, why, likely)
-
-
-def _plain_head(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    logits = check.widened(F.linear(hidden, weight))
-    return logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-
-
-def _head_results(
-    fn: Callable[..., Any], leaves: Iterable[Tensor], ids: Tensor, upstream: Tensor
-) -> list[Any]:
-    """Return what a head gives, and the gradients of hidden and weight."""
-    leaves = [x.clone().requires_grad_() for x in leaves]
-    out = fn(*leaves, ids)
-    if isinstance(out, Tensor) and out.shape == ids.shape and out.requires_grad:
-        out.backward(upstream.to(out))
-    return [out, *(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)]
-
-
-def _head_values(
-    fn: Callable[..., Tensor], tokens: int, dtype: torch.dtype, device: str
-) -> Iterator[Finding]:
-    """Compare a head with float64 on a small vocabulary, and its errors with the plain head's."""
-    draws = torch.Generator().manual_seed(0)
-    shapes = (1, tokens, 16), (48, 16)
-    leaves = [torch.randn(*s, generator=draws).to(device, dtype) for s in shapes]
-    ids = torch.randint(48, (1, tokens), generator=draws).to(device)
-    upstream = torch.randn(1, tokens, generator=draws)  # as in training: signs and sizes differ
-    upstream *= torch.randint(3, (1, tokens), generator=draws)  # and some are 0
-    out, *grads = _head_results(fn, leaves, ids, upstream)
-    shape = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
-    likely = f"fn returned {shape} for ids {list(ids.shape)}"
-    yield Finding(0 if shape == list(ids.shape) else math.nan, "nats", "the output", 0, "", likely)
-    plain = _head_results(_plain_head, leaves, ids, upstream)
-    exact = _head_results(_plain_head, [x.double() for x in leaves], ids, upstream)
-    why = "4 times the error of the plain head in this type, or some last places"
-    error = (out.double() - exact[0]).abs()[0].nan_to_num(math.inf, math.inf)
-    places = torch.finfo(out.dtype).eps * exact[0].abs().max().item()
-    allowed = 4 * max((plain[0] - exact[0]).abs().max().item(), places)
-    index, likely = f"token {int(error.argmax())}", "not the log-probability of the given token"
-    yield Finding(error.max().item(), "nats", index, allowed, why, likely)
-    likely = "the head is cut off from the graph, or its backward pass is wrong"
-    for k, name in enumerate(("hidden", "weight")):
-        right = exact[1 + k]
-        error, usual = (
-            (x.double() - right).norm() / right.norm() for x in (grads[k], plain[1 + k])
-        )
-        allowed = 4 * max(usual.item(), 2 * torch.finfo(dtype).eps)
-        yield Finding(error.item(), "relative", f"the gradient of {name}", allowed, why, likely)
-
-
-@as_check
-def head_memory_check(
-    fn: Callable[[Tensor, Tensor, Tensor], Tensor],
-    *,
-    vocab_size: int = 32_768,
-    d_model: int = 256,
-    tokens: int = 4096,
-    dtype: torch.dtype = torch.bfloat16,
-    device: str = "cpu",
-    strict: bool = False,
-) -> Iterator[Finding]:
-    """Check that an output head is right, and keeps no row of logits per token.
-
-    Compares values and gradients on a small vocabulary, then memory at `tokens` and twice as many.
-
-    Args:
-        fn: from hidden [1, T, D], weight [V, D] and ids [1, T] to log-probabilities [1, T].
-        vocab_size, d_model, tokens: V, D and T; V well above 12 D, which a head may cost, and T at
-            least the longest chunk.
-        dtype: of hidden and weight.
-        device: "cpu" counts fake tensors; "cuda" asks the allocator, for a head that needs a GPU.
-        strict: raise `AuditError` if the check fails.
-
-    Raises:
-        ValueError: if V is at most 16 D, where the two costs cannot be told apart.
-    """
-    check.integer("tokens", tokens)
-    check.integer("vocab_size", vocab_size, 16 * check.integer("d_model", d_model) + 1)
-    yield from _head_values(fn, tokens, dtype, device)
-
-    def step(hidden: Tensor, weight: Tensor, ids: Tensor) -> None:
-        fn(hidden, weight, ids).sum().backward()
-
-    def peak(T: int) -> int:
-        like = {"dtype": dtype, "device": "meta", "requires_grad": True}
-        ids = torch.empty(1, T, dtype=torch.int64, device="meta")
-        shapes = torch.empty(1, T, d_model, **like), torch.empty(vocab_size, d_model, **like)
-        return peak_memory(step, *shapes, ids, device=device)
-
-    slope = (peak(2 * tokens) - peak(tokens)) / tokens
-    why = "V: one byte per word of the vocabulary; a row of logits takes 2 to 12"
-    likely = "logits of all tokens are kept for the backward pass, or chunks grow with T"
-    index = f"{tokens} to {2 * tokens} tokens"
-    yield Finding(slope, "bytes per token", index, vocab_size, why, likely)
-
-
-class _Products(TorchDispatchMode):
-    """Counts the FLOPs of products: forward, backward, what checkpointing repeats, attention's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.forward = self.backward = self.again = self.pairs = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        count = flop_registry.get(func._overloadpacket)
-        if count is None and "grouped_mm" in func._overloadpacket.__name__:
-            count = _grouped_flops  # torch knows no count of experts in one kernel
-        if count is None:
-            return out
-        flops = count(*args, **(kwargs or {}), out_val=out)
-        inside = torch._C._current_graph_task_id() >= 0  # a backward pass
-        repeated = inside and torch.is_grad_enabled()
-        self.again += flops * repeated
-        self.forward += flops * (not inside)
-        self.backward += flops * (inside and not repeated)
-        if func._overloadpacket is torch.ops.aten.bmm and not repeated:
-            square = any(x.shape[1] == x.shape[2] for x in (*args[:2], out))
-            self.pairs += flops * square  # of attention, if a factor is T by T
-        return out
-
-
-def _grouped_flops(a: Tensor, b: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
-    batch = len(a) if a.ndim == b.ndim == 3 else 1
-    return 2 * batch * a.shape[-2] * a.shape[-1] * b.shape[-1]
-
-
-@as_check
-def flop_count_check(
-    flops: float,
-    step_fn: Callable[[], Any],
-    *,
-    tolerance: float = 0.01,
-    strict: bool = False,
-) -> Iterator[Finding]:
-    """Check the FLOPs that a trainer reports for a step against those that torch counts.
-
-    Args:
-        flops: as reported, forward and backward.
-        step_fn: runs that step on a small model, on any device, each row one sequence. Attention by
-            `scaled_dot_product_attention` runs as plain products meanwhile, over all pairs, in
-            sliding windows too: report all pairs there. Other fused kernels are not counted.
-        tolerance: relative. Products are counted exactly, weights that are frozen without their
-            gradient. Norms and softmax are not counted. Attention, batches of products with a
-            square factor, may be counted over all pairs or over the causal half.
-        strict: raise `AuditError` if the check fails.
-    """
-    with sdpa_kernel(SDPBackend.MATH), _Products() as seen:
-        step_fn()
-    counted = seen.forward + min(seen.backward, 2 * seen.forward)  # a head may repeat itself
-    if not counted:
-        raise ValueError("step_fn ran no matrix product: there is nothing to compare")
-    least = counted - seen.pairs / 2  # the causal half
-    error = (flops - min(max(flops, least), counted)) / counted
-    likely = "a product is left out, as the head or attention, or a sliding window is counted"
-    if error and abs(flops / (seen.forward + seen.backward + seen.again) - 1) <= tolerance:
-        likely = "the forward pass that checkpointing repeats is counted: hardware, not model FLOPs"
-    elif error > 0:
-        likely = "an embedding is counted as a matrix product, or a frozen weight's gradient"
-    index = f"{flops:,.0f} reported, {counted:,} counted"
-    why = "both count matrix products, 2 per weight and token in each pass"
-    yield Finding(abs(error), "relative", index, tolerance, why, likely)

@@ -12,7 +12,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import agentrl as arl
 from agentrl import audit
@@ -672,58 +671,6 @@ def test_trajectories_agree_within_the_limit_or_not_at_all() -> None:
     assert not found and "no trajectory agrees" in found.likely
 
 
-# Schedules
-
-
-@settings(max_examples=25)
-@given(
-    st.lists(st.integers(1, 50), min_size=4, max_size=40),
-    st.integers(50, 120),
-    st.integers(1, 3),
-    st.booleans(),
-)
-def test_right_schedules_pass_and_wrong_ones_are_named(
-    lengths: list[int], cap: int, ranks: int, packed: bool
-) -> None:
-    plan: Any = arl.token_budget_batches(lengths, cap, packed=packed)
-    if ranks > 1:
-        assume(len(lengths) >= 2 * len(plan) + ranks)  # else a rank may have to stay empty
-        plan = arl.rank_balanced_batches(lengths, cap, ranks, packed=packed)
-    assert arl.schedule_check(plan, lengths, cap, ranks, packed=packed, slack=1.0)
-    flat = plan if ranks == 1 else plan[0]
-    lost = flat[0].pop()
-    found = arl.schedule_check(plan, lengths, cap, ranks, packed=packed)
-    assert not found and found.index == f"sequence {lost}" and "dropped" in found.likely
-    flat[0] += [lost, lost]
-    found = arl.schedule_check(plan, lengths, cap, ranks, packed=packed)
-    assert not found and found.index == f"sequence {lost}" and "twice" in found.likely
-
-
-def test_schedule_questions_come_one_by_one() -> None:
-    check = arl.schedule_check
-    assert check([[0, 1], [2]], [5, 3, 4], 10).worst == 10
-    over = check([[0, 1], [2]], [5, 3, 4], 9)
-    assert (over.worst, over.threshold, over.index) == (10, 9, "microbatch 0")
-    assert check([[0, 1], [2]], [5, 3, 4], 9, packed=True)
-    assert check([[[0]], [[1]]], [5, 3], 9, 2)
-    assert check([torch.tensor([0, 1]), torch.tensor([2])], [5, 3, 4], 10)
-    assert check([[torch.tensor([0])], [torch.tensor([1])]], [5, 3], 9, 2)
-    assert "for ever" in check([[[0], [1]], [[2]]], [5, 3, 4], 9, 2).likely
-    assert "filled up" in check([[[0, 1]], [[]]], [3, 3], 9, 2).likely
-    assert "search for a fit" in check([[0], [1], [2]], [3, 3, 3], 9).likely
-    assert check([[0], [1, 2]], [3, 3, 3], 9)  # one more than needed is always allowed
-    assert not check([[0], [1, 2]], [3, 3, 3], 9, slack=0)
-    assert "there is no sequence 7" in check([[0, 7], [1]], [3, 3], 9).likely
-
-
-def test_a_schedule_of_two_ranks_is_not_wasteful() -> None:
-    sizes = [8] * 16
-    pairs, single = [[i, i + 1] for i in range(0, 16, 2)], [[i] for i in range(16)]
-    assert arl.schedule_check([pairs[:4], pairs[4:]], sizes, 16, num_ranks=2)
-    found = arl.schedule_check([single[:8], single[8:]], sizes, 16, num_ranks=2)
-    assert not found and "room in open microbatches" in found.likely
-
-
 # Filters
 
 
@@ -776,189 +723,16 @@ def test_dynamic_sampling_ends_and_says_why(fill: Any, says: str) -> None:
     assert bool(found) == (not says) and says in found.likely
 
 
-# Heads and FLOPs
-
-
-def widened(h: Tensor, w: Tensor, i: Tensor, reentrant: bool = False) -> Tensor:
-    """A right head that widens what it gets, then goes by chunks and computes each again."""
-    wide = w.float()
-    score = lambda h, w, i: (h @ w.T).log_softmax(-1).gather(-1, i[..., None])[..., 0]  # noqa: E731
-    chunks = zip(h.float().split(64, 1), i.split(64, 1), strict=True)
-    return torch.cat([checkpoint(score, a, wide, b, use_reentrant=reentrant) for a, b in chunks], 1)
-
-
-def trl_selected(h: Tensor, w: Tensor, i: Tensor) -> Tensor:
-    trl = pytest.importorskip("trl.trainer.utils")
-    score = lambda h, i: trl.selective_log_softmax(F.linear(h, w), i)  # noqa: E731
-    chunks = zip(h.split(256, 1), i.split(256, 1), strict=True)
-    return torch.cat([checkpoint(score, a, b, use_reentrant=False) for a, b in chunks], 1)
-
-
-def trl_chunked(h: Tensor, w: Tensor, i: Tensor) -> Tensor:
-    trl = pytest.importorskip("trl.kernels")
-    return trl.ChunkedLogProbFunction.apply(h[0], w, None, i[0], 1.0, 256, None, 1.0, ())[0][None]
-
-
-def verl_fused(h: Tensor, w: Tensor, i: Tensor) -> Tensor:
-    verl = pytest.importorskip("verl.utils.experimental.torch_functional")
-    return verl.FusedLinearForPPO(256)(h, w, i)[0]
-
-
-def torch_fused(h: Tensor, w: Tensor, i: Tensor) -> Tensor:
-    if not hasattr(F, "linear_cross_entropy"):
-        pytest.skip("this torch has no linear_cross_entropy")
-    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=256, chunking_method=None)
-    return -F.linear_cross_entropy(h[0], w, i[0], reduction="none", options=options)[None]
-
-
-def own_type(h: Tensor, w: Tensor, i: Tensor) -> Tensor:
-    """The head of a model that computes its log-softmax in the type of its logits."""
-    return F.linear(h, w).log_softmax(-1).gather(-1, i[..., None])[..., 0]
-
-
-RIGHT = {
-    "plain": audit._plain_head,
-    "own type": own_type,
-    "chunked": partial(arl.chunked_log_probs, chunk_size=256),
-    "checkpointed": arl.checkpointed_log_probs,
-    "checkpointed, 8 at a time": partial(arl.checkpointed_log_probs, chunk_size=8),
-    "fused": arl.fused_log_probs,
-    "widened": widened,
-    "widened, reentrant": partial(widened, reentrant=True),
-    "trl selected": trl_selected,
-    "trl chunked": trl_chunked,
-    "verl": verl_fused,
-    "torch": torch_fused,
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("form", RIGHT)
-def test_right_heads_of_every_form_are_not_accused(form: str, dtype: torch.dtype) -> None:
-    for found in audit._head_values(RIGHT[form], 1024, dtype, "cpu"):
-        assert found.passed, found
-    assert found.index == "the gradient of weight"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_wrong_heads_are_found(dtype: torch.dtype) -> None:
-    right = audit._plain_head
-    wrong = {
-        "gradient of hidden": lambda h, w, i: right(h.detach(), w, i),
-        "gradient of weight": lambda h, w, i: right(h, w.detach(), i),
-        "not the log-prob": lambda h, w, i: (h @ w.T).gather(-1, i[..., None])[..., 0],
-        "[1, 4096, 48] for ids [1, 4096]": lambda h, w, i: (h @ w.T).log_softmax(-1),
-        "of the given token": lambda h, w, i: h.sum(-1) * math.nan,
-        "NoneType": lambda h, w, i: None,
-    }
-    for says, head in wrong.items():
-        found = arl.head_memory_check(head, dtype=dtype)
-        assert not found and says in str(found), found
-    for plant in arl.planted_faults(dtype):  # the upstream gradient of one token, or of none
-        assert not (plant.fault.startswith("17") and plant.run(True))
-
-
-def test_the_memory_of_heads() -> None:
-    assert arl.head_memory_check(arl.fused_log_probs, tokens=1024, vocab_size=8192, d_model=128)
-    assert arl.head_memory_check(widened)
-    full = arl.head_memory_check(arl.full_head, tokens=1024)
-    assert not full and full.worst >= 2 * 32_768
-
-
-def test_flops() -> None:
-    x = torch.ones(4, 8, requires_grad=True)
-    step = lambda: (x @ torch.ones(8, 2, requires_grad=True)).sum().backward()  # noqa: E731
-    assert arl.flop_count_check(3 * 2 * 4 * 8 * 2, step)
-    assert "embedding" in arl.flop_count_check(1000, step).likely
-    assert "left out" in arl.flop_count_check(128, step).likely
-
-
-def test_flops_of_frozen_weights_are_counted_as_torch_counts_them() -> None:
-    x, layers = torch.ones(4, 8), torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
-    layers[0].requires_grad_(False)
-    layers[1].requires_grad_(False)
-    one = 2 * 4 * 8 * 8
-    step = lambda: layers(x).sum().backward()  # noqa: E731
-    assert arl.flop_count_check(3 * one + one, step)  # no gradient reaches the frozen ones
-    layers[0].requires_grad_(True)
-    right = 3 * one + 2 * one + one + one  # the second passes a gradient on, and has none
-    assert arl.flop_count_check(right, step)
-    again = lambda: checkpoint(layers, x, use_reentrant=False).sum().backward()  # noqa: E731
-    assert arl.flop_count_check(right, again)
-    found = arl.flop_count_check(right + 2 * one, again)
-    assert not found and "checkpointing repeats" in found.likely
-    assert "a frozen weight" in arl.flop_count_check(9 * one, step).likely
-
-
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_flops_do_not_depend_on_kernels_and_recomputation(
-    attention: str, checkpointing: bool
-) -> None:
-    pytest.importorskip("transformers")
-    model = causal_lm(attention=attention).train()
-    if checkpointing:
-        model.gradient_checkpointing_enable()
-    ids = torch.zeros(1, 64, dtype=torch.int64)
-    step = lambda: model(ids, use_cache=False).logits.sum().backward()  # noqa: E731
-    shape = arl.ModelShape.from_config(model.config)
-    for pairs in ("causal", "square"):
-        found = arl.flop_count_check(arl.training_flops(shape, [64], pairs=pairs), step)
-        assert found, found
-    right = arl.training_flops(shape, [64])
-    more = arl.flop_count_check(right + 6 * 1000 * 64 * 64, step)
-    assert not more and "an embedding" in more.likely
-    less = arl.flop_count_check(right - 6 * 1000 * 64 * 64, step)
-    assert not less and "left out" in less.likely
-
-
-def test_flops_of_attention_are_all_pairs_half_of_them_and_no_less() -> None:
-    q = torch.randn(1, 2, 64, 8, requires_grad=True)
-    step = lambda: F.scaled_dot_product_attention(q, q, q).sum().backward()  # noqa: E731
-    pairs = 3 * 2 * (2 * 2 * 64 * 64 * 8)  # forward and backward, scores and values
-    assert arl.flop_count_check(pairs, step) and arl.flop_count_check(pairs / 2, step)
-    for less in (0.4 * pairs, 0.0):
-        assert "left out" in arl.flop_count_check(less, step).likely
-
-
-def test_flops_of_a_batch_of_products_that_is_no_attention_are_not_halved() -> None:
-    x, w = torch.randn(4, 16, 8, requires_grad=True), torch.randn(4, 8, 32, requires_grad=True)
-    step = lambda: torch.bmm(x, w).sum().backward()  # noqa: E731
-    flops = 3 * 2 * 4 * 16 * 8 * 32
-    assert arl.flop_count_check(flops, step)
-    assert not arl.flop_count_check(flops / 2, step)
-
-
-@pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
-def test_flops_of_experts_do_not_depend_on_their_kernel(experts: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.MixtralConfig(
-        vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
-    config._experts_implementation = experts
-    model = transformers.MixtralForCausalLM._from_config(config, attn_implementation="eager")
-    ids = torch.arange(32)[None]
-    step = lambda: model(ids, use_cache=False).logits.sum().backward()  # noqa: E731
-    shape = arl.ModelShape.from_config(config)
-    right = arl.training_flops(shape, [32])
-    assert (found := arl.flop_count_check(right, step)), found
-    idle = 3 * 2 * 3 * 64 * 96 * 2 * 32 * 2  # the two experts that a token uses, left out
-    assert not arl.flop_count_check(right - idle / 2, step)
-
-
 # At the door
 
 IDS, SEGMENTS = row([4, 4], 8)
 TRAJS, _ = random_episodes(0)
 UNSAMPLED = [replace(t, action_mask=0 * t.action_mask) for t in TRAJS]
 WEIGHTED = [replace(t, action_mask=0.5 * t.action_mask) for t in TRAJS]
-LEAK, SPLIT, RATIO, SCHEDULE = (
+LEAK, SPLIT, RATIO = (
     partial(arl.leak_check, lambda x: x.double()),
     partial(arl.split_invariance_check, lambda b, s: torch.ones(2)),
     partial(arl.step_zero_ratio_check, lambda ts: [t.sample_logp for t in ts]),
-    arl.schedule_check,
 )
 
 
@@ -998,14 +772,6 @@ LEAK, SPLIT, RATIO, SCHEDULE = (
         (lambda: RATIO(WEIGHTED), ValueError, "action_mask"),
         (lambda: RATIO(TRAJS, group_size=3), ValueError, "group_size = 3"),
         (lambda: RATIO(TRAJS, group_size=1), ValueError, "group_size = 1"),
-        (lambda: SCHEDULE([[0]], [0], 5), ValueError, r"lengths\[0\] = 0"),
-        (lambda: SCHEDULE([[0]], [1.5], 5), TypeError, r"lengths\[0\]"),
-        (lambda: SCHEDULE([], [], 5), ValueError, "lengths"),
-        (lambda: SCHEDULE([[[0]]], [3], 5, 2), ValueError, "1 ranks, num_ranks = 2"),
-        (lambda: SCHEDULE([[0]], [3], 0), ValueError, "max_tokens = 0"),
-        (lambda: SCHEDULE([[0], [1]], [5, 3], 9, 2), TypeError, r"batches\[0\]\[0\] = 0"),
-        (lambda: arl.head_memory_check(own_type, vocab_size=100), ValueError, "vocab_size = 100"),
-        (lambda: arl.flop_count_check(1, lambda: None), ValueError, "no matrix product"),
     ],
 )
 def test_bad_input_is_refused_by_name_and_index(call: Any, kind: Any, says: str) -> None:
