@@ -5,14 +5,13 @@ When does splitting a batch change the gradient?
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from agentrl import check
@@ -73,7 +72,7 @@ def accumulate_gradients(
         ValueError: without a microbatch; and before the backward pass, if a wrapper was bypassed.
     """
     _check_wrapper(model, group)
-    ddp, sharded = isinstance(model, DistributedDataParallel), isinstance(model, FSDPModule)
+    ddp, sharded = isinstance(model, DistributedDataParallel), _is(model, "fsdp", "FSDPModule")
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
     scale = ranks if ddp or sharded else 1  # both wrappers average over ranks; this makes it a sum
     total: Tensor | None = None
@@ -99,13 +98,18 @@ def accumulate_gradients(
     return total
 
 
+def _is(thing: Any, module: str, name: str) -> bool:
+    """Tell whether a thing is of a class that is slow to import: nothing is before somebody did."""
+    return isinstance(thing, getattr(sys.modules.get(f"torch.distributed.{module}"), name, ()))
+
+
 def _check_wrapper(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Refuse a module whose gradients somebody else reduces, or nobody."""
-    if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
+    if any(_is(part, "fsdp", "FullyShardedDataParallel") for part in model.modules()):
         raise TypeError("model holds FullyShardedDataParallel (FSDP1): shard it by fully_shard")
-    if isinstance(model, DistributedDataParallel | FSDPModule):
+    if isinstance(model, DistributedDataParallel) or _is(model, "fsdp", "FSDPModule"):
         return
-    if any(isinstance(p, DTensor) for p in model.parameters()):
+    if any(_is(p, "tensor", "DTensor") for p in model.parameters()):
         raise TypeError(
             "model has sharded weights and is not sharded itself: pass the module that fully_shard "
             "returned; tensor parallelism alone is not supported"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Collection
 from typing import Any
 
@@ -80,7 +81,7 @@ def number(
     plain = _plain(value)
     if isinstance(plain, bool) or not isinstance(plain, int | float):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(plain):
+    if not abs(plain) <= sys.float_info.max:
         raise ValueError(f"{name} = {plain} must be finite")
     if above is not None and plain <= above:
         raise ValueError(f"{name} = {plain} must be above {above}")
@@ -98,7 +99,7 @@ def numbers(
     if not isinstance(values, Tensor):
         values = _listed(name, values, "numbers")
         for i, value in enumerate(values):
-            if not isinstance(value, bool | int | float):
+            if not isinstance(value, bool | float):
                 plain = _plain(value)
                 values[i] = plain if isinstance(plain, bool) else number(f"{name}[{i}]", plain)
         values = torch.tensor(values, dtype=torch.float64)

@@ -41,10 +41,10 @@ class Demonstrator:
     """
 
     read: float = 0.6
-    slip: float = 0.15
-    test: float = 0.4
-    retry: float = 0.6
-    lost: float = 0.12
+    slip: float = 0.12
+    test: float = 0.5
+    retry: float = 0.75
+    lost: float = 0.1
 
     def act(self, env: BugFixEnv, rng: random.Random) -> Iterator[tuple[str, ...]]:
         """Yield the actions of one episode; reads the environment between them."""

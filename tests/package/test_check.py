@@ -45,6 +45,8 @@ ERRORS = [
     (lambda: check.numbers("xs", ["a"]), TypeError, "xs[0] must be a number, got 'a'"),
     (lambda: check.numbers("xs", 0.5), TypeError, "xs must be numbers in a sequence, got 0.5"),
     (lambda: check.numbers("xs", [0, NAN]), ValueError, "xs[1] = nan must be finite"),
+    (lambda: check.number("x", 10**400), ValueError, f"x = {10**400} must be finite"),
+    (lambda: check.numbers("xs", [0, 10**400]), ValueError, f"xs[1] = {10**400} must be finite"),
     (lambda: check.numbers("xs", [0, -1], least=0), ValueError, "xs[1] = -1.0 must be at least 0"),
     (lambda: check.numbers("xs", [0, 2], most=1), ValueError, "xs[1] = 2.0 must be at most 1"),
     (lambda: check.numbers("xs", F(2, 2)), ValueError, "xs [2, 2] of torch.float32 must be numb"),
