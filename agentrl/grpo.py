@@ -60,6 +60,7 @@ class RLConfig(RolloutConfig):
             cut; `clip_high` is `clip` unless given.
         advantage: how a reward is compared with its group, one of `ADVANTAGES`.
         loss_agg_mode: how token losses become one number, one of `LOSS_AGG_MODES`.
+        norm_const: one denominator for all steps; None counts that of each step in its episodes.
         updates_per_step: passes over the sampled episodes.
         microbatch_size: episodes per backward pass; it does not change the gradient.
         max_grad_norm: the gradient is scaled down to this norm.
@@ -75,6 +76,7 @@ class RLConfig(RolloutConfig):
     clip_high: float | None = None
     advantage: str = "mean_std"
     loss_agg_mode: str = "token_mean"
+    norm_const: float | None = None
     updates_per_step: int = 1
     microbatch_size: int = 16
     max_grad_norm: float = 1.0
@@ -92,6 +94,8 @@ class RLConfig(RolloutConfig):
         check.number("lr", self.lr, least=0)
         check.number("adam_eps", self.adam_eps, least=0)
         _check_clips(clip=self.clip, clip_high=self._clip_high)
+        if self.norm_const is not None:
+            check.number("norm_const", self.norm_const, above=0)
         if self.max_grad_norm != math.inf:
             check.number("max_grad_norm", self.max_grad_norm, above=0)
         if self.weight_grid is not None:
@@ -439,7 +443,9 @@ def rl_update(
         raise ValueError(f"{why}: build the step with accumulate_gradients")
     batch = collate(trajs, pad_id=0)
     advantages = compute_advantages(batch["rewards"], cfg.group_size, cfg.advantage)
-    norm_const = step_normalizer([batch], cfg.loss_agg_mode, max_tokens=cfg.max_tokens)
+    norm_const = cfg.norm_const
+    if norm_const is None:
+        norm_const = step_normalizer([batch], cfg.loss_agg_mode, max_tokens=cfg.max_tokens)
     live = advantages.nonzero()[:, 0]
     live = live[batch["lengths"][live].argsort(stable=True)]  # microbatches of similar length
     clips = {"clip_low": cfg.clip, "clip_high": cfg._clip_high}

@@ -42,6 +42,7 @@ __all__ = [
     "SilentEnv",
     "behavior_clone",
     "book_config",
+    "cached",
     "demonstrate",
     "in_processes",
     "make_rl_base",
@@ -108,9 +109,7 @@ def _digest(weights: dict[str, Tensor]) -> str:
     return sha.hexdigest()
 
 
-def _cached(
-    name: str, made_by: Sequence[str], make: Callable[[], dict[str, Any]]
-) -> dict[str, Any]:
+def cached(name: str, made_by: Sequence[str], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return what `make` returned, `weights` and more, from the cache if it is there and sound.
 
     Args:
@@ -153,7 +152,7 @@ def make_rl_base(tok: Tokenizer, *, episodes: int = 24_000, seed: int = 0) -> Ti
         behavior_clone(model, shown, tok)
         return {"weights": model.state_dict()}
 
-    model.load_state_dict(_cached("rl-base", _base_code(tok, episodes, seed), train)["weights"])
+    model.load_state_dict(cached("rl-base", _base_code(tok, episodes, seed), train)["weights"])
     return model
 
 
@@ -232,7 +231,7 @@ def record_run(job: tuple[int, int, str]) -> dict[str, Any]:
 
     code = (record_run, train_rl, rl_update, clipped_surrogate_loss, compute_advantages)
     made_by = [*_base_code(tok, 0), *map(inspect.getsource, code), str(cfg), str(job)]
-    return _cached("rl-run", made_by, train)
+    return cached("rl-run", made_by, train)
 
 
 def policy_at(run: Mapping[str, Any], step: int, tok: Tokenizer) -> TinyAgent:
