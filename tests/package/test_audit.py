@@ -529,7 +529,7 @@ def test_a_factor_on_every_gradient_is_seen_by_the_loss_alone(
     seen = {"loss_fn": loss, "params": model.parameters()}
     found = arl.split_invariance_check(scaled, trajs, [2], **seen)
     assert bool(found) == (factor == 1.0), found
-    assert found or f"is {factor:.2g} times" in found.likely or dtype == torch.bfloat16
+    assert found or f"is about {factor:g} times" in found.likely
     assert all(torch.equal(p, k) for p, k in zip(model.parameters(), kept, strict=True))
 
 
