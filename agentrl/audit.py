@@ -512,8 +512,9 @@ def _factor(loss_fn: Callable[[Any], Any], batch: Any, params: list[Tensor], g: 
     why = "a step along the gradient changes the loss as it says"
     if not apart <= 0.1 * abs(slope):
         return Finding(0, "", "no factor can be seen: the loss is too rough", 0.1, why)
-    about = round(factor, 1 if abs(factor) < 1.5 else None) if slope else factor
-    likely = f"every gradient is about {about or factor:.4g} times the slope of the loss"
+    near = min((0.25, 0.5, -1, 2, 3, 4, 8), key=lambda usual: abs(factor / usual - 1))
+    shown = near if abs(factor / near - 1) <= 0.1 else f"{factor:.2g}"  # it is known to 10%
+    likely = f"every gradient is about {shown} times the slope of the loss"
     return Finding(abs(factor - 1), "relative", "the loss along the gradient", 0.1, why, likely)
 
 

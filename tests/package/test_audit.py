@@ -95,8 +95,9 @@ def test_products_in_tf32_are_moved_by_more(by: str) -> None:
 
 def deep(layers: int, scale: float, dtype: torch.dtype, seed: int) -> arl.TinyAgent:
     """A policy of any depth, whose blocks are `scale` times as loud."""
-    model = course._toy_policy(dtype, seed, layers)
+    model = arl.TinyAgent(32, d_model=32, n_layers=layers, dtype=dtype, seed=seed)
     with torch.no_grad():
+        model.lm_head.weight.mul_(6)
         for name, p in model.named_parameters():
             if "blocks" in name and p.ndim == 2:
                 p.mul_(scale)
@@ -330,7 +331,9 @@ def test_a_mask_that_is_read_from_the_ids_is_no_leak() -> None:
     segments = torch.where(ids == 0, -1, 0)
     right = lambda x: ((x != 0) * x).double().cumsum(1)  # noqa: E731
     assert arl.leak_check(right, ids, segments)
-    finds(arl.leak_check(lambda x: (x + 1).double().cumsum(1), ids, segments), "padding is attended")
+    finds(
+        arl.leak_check(lambda x: (x + 1).double().cumsum(1), ids, segments), "padding is attended"
+    )
 
 
 def test_boundaries_that_are_read_from_the_ids_are_no_leak() -> None:
