@@ -287,139 +287,58 @@ __all__ = [
 ]
 __version__ = "0.2.0"
 
-_HOME = {
-    "ACTIONS": "gym",
-    "BUILTINS": "gym",
-    "BugFixEnv": "gym",
-    "EnvConfig": "gym",
-    "GOALS": "gym",
-    "MAX_BITS": "gym",
-    "MAX_ITEMS": "gym",
-    "MAX_SOURCE": "gym",
-    "MAX_STEPS": "gym",
-    "REPAIRS": "gym",
-    "Rejected": "gym",
-    "Task": "gym",
-    "Tokenizer": "gym",
-    "build_tokenizer": "gym",
-    "make_env": "gym",
-    "make_tasks": "gym",
-    "run_tests": "gym",
-    "source_of": "gym",
-    "Demonstrator": "course.gym",
-    "TABLES": "course.gym",
-    "play": "course.gym",
-    "table_score": "course.gym",
-    "Block": "policy",
-    "KVCache": "policy",
-    "TinyAgent": "policy",
-    "chunked_log_probs": "policy",
-    "selected_log_probs": "policy",
-    "sequence_log_probs": "policy",
-    "RolloutConfig": "rollout",
-    "Trajectory": "rollout",
-    "check_trajectories": "rollout",
-    "collate": "rollout",
-    "evaluate": "rollout",
-    "pad_rows": "rollout",
-    "sample_groups": "rollout",
-    "behavior_stats": "course.rollout",
-    "ADVANTAGES": "grpo",
-    "LOSS_AGG_MODES": "grpo",
-    "RLConfig": "grpo",
-    "aggregate_loss": "grpo",
-    "clipped_surrogate_loss": "grpo",
-    "compute_advantages": "grpo",
-    "draw_tasks": "grpo",
-    "entropy": "grpo",
-    "gather_counts": "grpo",
-    "kl_estimate": "grpo",
-    "reinforce_loss": "grpo",
-    "rl_update": "grpo",
-    "sample_step": "grpo",
-    "save_atomically": "grpo",
-    "snap_weights": "grpo",
-    "step_normalizer": "grpo",
-    "train_rl": "grpo",
-    "zero_advantage_groups": "grpo",
-    "LenientEnv": "course.grpo",
-    "SilentEnv": "course.grpo",
-    "behavior_clone": "course.grpo",
-    "book_config": "course.grpo",
-    "cached": "course.grpo",
-    "demonstrate": "course.grpo",
-    "in_processes": "course.grpo",
-    "make_rl_base": "course.grpo",
-    "policy_at": "course.grpo",
-    "record_run": "course.grpo",
-    "with_other_goals": "course.grpo",
-    "block_mask": "packing",
-    "pack_sequences": "packing",
-    "packed_logits": "packing",
-    "packing_bound": "packing",
-    "packing_plan": "packing",
-    "segment_attention": "packing",
-    "segment_cumsum": "packing",
-    "spread": "packing",
-    "transformers_inputs": "packing",
-    "unpack": "packing",
-    "prefix_tree_tokens": "course.packing",
-    "padded_tokens": "microbatch",
-    "rank_balanced_batches": "microbatch",
-    "rank_imbalance": "microbatch",
-    "schedule_check": "microbatch",
-    "sequence_cost": "microbatch",
-    "token_budget_batches": "microbatch",
-    "TRAJECTORY_QUANTILES": "course.microbatch",
-    "draw_lengths": "course.microbatch",
-    "checkpointed_log_probs": "logits",
-    "fused_log_probs": "logits",
-    "fused_policy_loss": "logits",
-    "head_memory_check": "logits",
-    "peak_memory": "logits",
-    "accumulate_gradients": "accumulation",
-    "global_token_count": "accumulation",
-    "draw_weighted": "curriculum",
-    "estimate_pass_rate": "curriculum",
-    "expected_groups_per_kept": "curriculum",
-    "fill_groups": "curriculum",
-    "filter_by_pass_rate": "curriculum",
-    "train_curriculum": "curriculum",
-    "run_arm": "course.curriculum",
-    "run_arms": "course.curriculum",
-    "ACCELERATORS": "throughput",
-    "Accelerator": "throughput",
-    "Cost": "throughput",
-    "Estimate": "throughput",
-    "ModelShape": "throughput",
-    "accelerator": "throughput",
-    "causal_pairs": "throughput",
-    "command_line": "throughput",
-    "decode_flops": "throughput",
-    "decode_tokens_per_s": "throughput",
-    "decode_weights": "throughput",
-    "flop_count_check": "throughput",
-    "forward_flops": "throughput",
-    "matmul_weights": "throughput",
-    "prefill_seconds": "throughput",
-    "prefill_tokens": "throughput",
-    "run_cost": "throughput",
-    "step_cost": "throughput",
-    "train_tokens_per_s": "throughput",
-    "training_flops": "throughput",
-    "measure_accelerator": "course.throughput",
-    "group_filter_check": "audit",
-    "leak_check": "audit",
-    "split_invariance_check": "audit",
-    "step_zero_ratio_check": "audit",
-    "Plant": "course.audit",
-    "full_head": "course.audit",
-    "planted_faults": "course.audit",
-    "AuditError": "report",
-    "CheckResult": "report",
-    "Finding": "report",
-    "as_check": "report",
-}
+# Each module, followed by its names
+_MODULES = """
+gym ACTIONS BUILTINS BugFixEnv EnvConfig GOALS MAX_BITS MAX_ITEMS MAX_SOURCE MAX_STEPS REPAIRS
+Rejected Task Tokenizer build_tokenizer make_env make_tasks run_tests source_of
+
+course.gym Demonstrator TABLES play table_score
+
+policy Block KVCache TinyAgent chunked_log_probs selected_log_probs sequence_log_probs
+
+rollout RolloutConfig Trajectory check_trajectories collate evaluate pad_rows sample_groups
+
+course.rollout behavior_stats
+
+grpo ADVANTAGES LOSS_AGG_MODES RLConfig aggregate_loss clipped_surrogate_loss compute_advantages
+draw_tasks entropy gather_counts kl_estimate reinforce_loss rl_update sample_step save_atomically
+snap_weights step_normalizer train_rl zero_advantage_groups
+
+course.grpo LenientEnv SilentEnv behavior_clone book_config cached demonstrate in_processes
+make_rl_base policy_at record_run with_other_goals
+
+packing block_mask pack_sequences packed_logits packing_bound packing_plan segment_attention
+segment_cumsum spread transformers_inputs unpack
+
+course.packing prefix_tree_tokens
+
+microbatch padded_tokens rank_balanced_batches rank_imbalance schedule_check sequence_cost
+token_budget_batches
+
+course.microbatch TRAJECTORY_QUANTILES draw_lengths
+
+logits checkpointed_log_probs fused_log_probs fused_policy_loss head_memory_check peak_memory
+
+accumulation accumulate_gradients global_token_count
+
+curriculum draw_weighted estimate_pass_rate expected_groups_per_kept fill_groups
+filter_by_pass_rate train_curriculum
+
+course.curriculum run_arm run_arms
+
+throughput ACCELERATORS Accelerator Cost Estimate ModelShape accelerator causal_pairs command_line
+decode_flops decode_tokens_per_s decode_weights flop_count_check forward_flops matmul_weights
+prefill_seconds prefill_tokens run_cost step_cost train_tokens_per_s training_flops
+
+course.throughput measure_accelerator
+
+audit group_filter_check leak_check split_invariance_check step_zero_ratio_check
+
+course.audit Plant full_head planted_faults
+
+report AuditError CheckResult Finding as_check
+"""
+_HOME = {n: module for module, *names in map(str.split, _MODULES.split("\n\n")) for n in names}
 
 
 if not TYPE_CHECKING:  # a type checker shall see the names above and no others

@@ -48,80 +48,6 @@ ADVANTAGES = ("mean", "mean_std", "leave_one_out")
 LOSS_AGG_MODES = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant")
 
 
-@dataclass(frozen=True)
-class RLConfig(RolloutConfig):
-    """What a training run is made of, beside the model and the tasks.
-
-    Attributes:
-        prompts_per_step: tasks per step; each gives a group of `group_size` episodes.
-        lr, adam_eps: learning rate and eps of Adam.
-        seed: seeds the draws of tasks and of tokens.
-        clip, clip_high: how far the ratio may fall below and rise above 1 before its gradient is
-            cut; `clip_high` is `clip` unless given.
-        advantage: how a reward is compared with its group, one of `ADVANTAGES`.
-        loss_agg_mode: how token losses become one number, one of `LOSS_AGG_MODES`.
-        norm_const: one denominator for all steps; None counts that of each step in its episodes.
-        updates_per_step: passes over the sampled episodes.
-        microbatch_size: episodes per backward pass; it does not change the gradient.
-        max_grad_norm: the gradient is scaled down to this norm.
-        weight_grid: a power of two; weights are rounded to multiples of it after each update.
-            None leaves them as they are.
-    """
-
-    prompts_per_step: int = 8
-    lr: float = 1e-3
-    adam_eps: float = 1e-8
-    seed: int = 0
-    clip: float = 0.2
-    clip_high: float | None = None
-    advantage: str = "mean_std"
-    loss_agg_mode: str = "token_mean"
-    norm_const: float | None = None
-    updates_per_step: int = 1
-    microbatch_size: int = 16
-    max_grad_norm: float = 1.0
-    weight_grid: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, value in vars(self).items():  # a checkpoint reads no numbers of NumPy
-            object.__setattr__(self, name, value.item() if hasattr(value, "item") else value)
-        check.one_of("advantage", self.advantage, ADVANTAGES)
-        check.one_of("loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES)
-        check.integer("seed", self.seed, None)
-        for name in ("prompts_per_step", "updates_per_step", "microbatch_size"):
-            check.integer(name, getattr(self, name))
-        check.number("lr", self.lr, least=0)
-        check.number("adam_eps", self.adam_eps, least=0)
-        _check_clips(clip=self.clip, clip_high=self._clip_high)
-        if self.norm_const is not None:
-            check.number("norm_const", self.norm_const, above=0)
-        if self.max_grad_norm != math.inf:
-            check.number("max_grad_norm", self.max_grad_norm, above=0)
-        if self.weight_grid is not None:
-            _check_grid("weight_grid", self.weight_grid)
-            if 0 < self.lr < self.weight_grid / 2:
-                raise ValueError(
-                    f"lr = {self.lr}: steps below half of weight_grid = {self.weight_grid} are"
-                    " rounded away; set weight_grid to None"
-                )
-
-    @property
-    def _clip_high(self) -> float:
-        return self.clip if self.clip_high is None else self.clip_high
-
-
-def _check_clips(**clips: float) -> None:
-    for name, clip in clips.items():
-        if clip != math.inf:  # no bound on this side
-            check.number(name, clip, least=0)
-
-
-def _check_grid(name: str, value: float) -> None:
-    if math.frexp(check.number(name, value, above=0))[0] != 0.5:
-        raise ValueError(f"{name} = {value} must be a power of two")
-
-
 def compute_advantages(rewards: Any, group_size: int, kind: str = "mean_std") -> Tensor:
     """Compare each reward with its group: [B] -> float64 [B]. Equal rewards give exactly 0.
 
@@ -254,6 +180,12 @@ def clipped_surrogate_loss(
     return aggregate_loss(values, mask, loss_agg_mode, norm_const)
 
 
+def _check_clips(**clips: float) -> None:
+    for name, clip in clips.items():
+        if clip != math.inf:  # no bound on this side
+            check.number(name, clip, least=0)
+
+
 def kl_estimate(
     logp: Tensor, ref_logp: Tensor, kind: str = "k3", mask: Tensor | None = None
 ) -> Tensor:
@@ -289,24 +221,72 @@ def entropy(logits: Tensor) -> Tensor:
     return -(logp.exp() * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(-1)  # 0 log 0 = 0
 
 
-@torch.no_grad()
-def snap_weights(model: nn.Module, grid: float = 2.0**-16) -> None:
-    """Round all weights in place to multiples of `grid`, a power of two."""
-    _check_grid("grid", grid)
-    for p in model.parameters():
-        p.copy_((p.double() / grid).round() * grid)
+@dataclass(frozen=True)
+class RLConfig(RolloutConfig):
+    """What a training run is made of, beside the model and the tasks.
+
+    Attributes:
+        prompts_per_step: tasks per step; each gives a group of `group_size` episodes.
+        lr, adam_eps: learning rate and eps of Adam.
+        seed: seeds the draws of tasks and of tokens.
+        clip, clip_high: how far the ratio may fall below and rise above 1 before its gradient is
+            cut; `clip_high` is `clip` unless given.
+        advantage: how a reward is compared with its group, one of `ADVANTAGES`.
+        loss_agg_mode: how token losses become one number, one of `LOSS_AGG_MODES`.
+        norm_const: one denominator for all steps; None counts that of each step in its episodes.
+        updates_per_step: passes over the sampled episodes.
+        microbatch_size: episodes per backward pass; it does not change the gradient.
+        max_grad_norm: the gradient is scaled down to this norm.
+        weight_grid: a power of two; weights are rounded to multiples of it after each update.
+            None leaves them as they are.
+    """
+
+    prompts_per_step: int = 8
+    lr: float = 1e-3
+    adam_eps: float = 1e-8
+    seed: int = 0
+    clip: float = 0.2
+    clip_high: float | None = None
+    advantage: str = "mean_std"
+    loss_agg_mode: str = "token_mean"
+    norm_const: float | None = None
+    updates_per_step: int = 1
+    microbatch_size: int = 16
+    max_grad_norm: float = 1.0
+    weight_grid: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in vars(self).items():  # a checkpoint reads no numbers of NumPy
+            object.__setattr__(self, name, value.item() if hasattr(value, "item") else value)
+        check.one_of("advantage", self.advantage, ADVANTAGES)
+        check.one_of("loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES)
+        check.integer("seed", self.seed, None)
+        for name in ("prompts_per_step", "updates_per_step", "microbatch_size"):
+            check.integer(name, getattr(self, name))
+        check.number("lr", self.lr, least=0)
+        check.number("adam_eps", self.adam_eps, least=0)
+        _check_clips(clip=self.clip, clip_high=self._clip_high)
+        if self.norm_const is not None:
+            check.number("norm_const", self.norm_const, above=0)
+        if self.max_grad_norm != math.inf:
+            check.number("max_grad_norm", self.max_grad_norm, above=0)
+        if self.weight_grid is not None:
+            _check_grid("weight_grid", self.weight_grid)
+            if 0 < self.lr < self.weight_grid / 2:
+                raise ValueError(
+                    f"lr = {self.lr}: steps below half of weight_grid = {self.weight_grid} are"
+                    " rounded away; set weight_grid to None"
+                )
+
+    @property
+    def _clip_high(self) -> float:
+        return self.clip if self.clip_high is None else self.clip_high
 
 
-def save_atomically(state: Any, path: str | Path) -> None:
-    """Save so that a reader, or a crash, sees the old file or the new one and nothing between."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    with open(partial, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+def _check_grid(name: str, value: float) -> None:
+    if math.frexp(check.number(name, value, above=0))[0] != 0.5:
+        raise ValueError(f"{name} = {value} must be a power of two")
 
 
 def draw_tasks(tasks: Sequence[Task], count: int, generator: torch.Generator) -> list[Task]:
@@ -479,6 +459,18 @@ def rl_update(
     return {**stats, "zero_advantage": zero.double().mean().item()}
 
 
+def save_atomically(state: Any, path: str | Path) -> None:
+    """Save so that a reader, or a crash, sees the old file or the new one and nothing between."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    with open(partial, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
 def _resume(
     path: Path | None, run: dict[str, Any], steps: int, parts: tuple[Any, Any, torch.Generator]
 ) -> dict[str, Any]:
@@ -581,3 +573,11 @@ def train_rl(
             parts |= {"generator": generator.get_state(), "history": history, "state": state}
             save_atomically({**parts, "ended": ended, **run}, path)
     return history
+
+
+@torch.no_grad()
+def snap_weights(model: nn.Module, grid: float = 2.0**-16) -> None:
+    """Round all weights in place to multiples of `grid`, a power of two."""
+    _check_grid("grid", grid)
+    for p in model.parameters():
+        p.copy_((p.double() / grid).round() * grid)

@@ -280,8 +280,8 @@ class _Head:
         """Return the derivative of the loss by the chosen logits [N]."""
         (top, total, logp, entropy), (grad, *more) = state, slopes
         slope = grad * logp.expm1()
-        for spread in more:
-            slope += spread * logp.exp() * (logp + entropy)
+        for grad_entropy in more:
+            slope += grad_entropy * logp.exp() * (logp + entropy)
         bent = self.bend(top + (total.log() + logp))
         return slope if bent is None else slope * bent
 
@@ -314,9 +314,9 @@ def _tile_slopes(tile: Tensor, state: Tensor, slopes: Tensor) -> None:
     (top, total, _, entropy), (grad, *more) = state, slopes
     tile.sub_(top[:, None])
     slope = (grad / total)[:, None]
-    for spread in more:
+    for grad_entropy in more:
         shift = entropy - total.log()
-        slope = (tile + shift[:, None]).mul_((spread / total)[:, None]).add_(slope)
+        slope = (tile + shift[:, None]).mul_((grad_entropy / total)[:, None]).add_(slope)
     tile.exp_().mul_(slope)
 
 
@@ -406,11 +406,13 @@ class _FusedLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, spread: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         states, weight, bias, ids, state, tops, kept = ctx.saved_tensors
         plan, count, source = ctx.plan, len(ids), None
         grad = torch.zeros_like(state[0]) if grad is None else grad
-        slopes = torch.stack([grad] if spread is None else [grad, spread]) * -plan.scale
+        slopes = torch.stack([grad] if grad_entropy is None else [grad, grad_entropy]) * -plan.scale
         if not isinstance(grad, fake_tensor.FakeTensor):  # which has no values: every token counts
             live = slopes.abs().sum(0).nonzero()[:, 0]
             if len(live) < count:
@@ -473,9 +475,11 @@ def fused_log_probs(
     call, needs, index = _prepare(weight, bias, settings, given)
     states, weight, *_, plan = call
     kept = min(keep_bytes // (plan.acc.itemsize * len(weight)), len(states))
-    logp, spread = _FusedLogProbs.apply(entropy, kept if any(needs) and not entropy else 0, *call)
+    logp, entropies = _FusedLogProbs.apply(
+        entropy, kept if any(needs) and not entropy else 0, *call
+    )
     logp = _unflat(logp, index, ids.shape)
-    return (logp, _unflat(spread, index, ids.shape)) if entropy else logp
+    return (logp, _unflat(entropies, index, ids.shape)) if entropy else logp
 
 
 @contextlib.contextmanager

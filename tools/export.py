@@ -21,6 +21,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import tokenize
 import tomllib
 from collections.abc import Iterable
@@ -462,7 +463,8 @@ def _init_text(modules: list[Module], number: str) -> str:
         f"    from agentrl.{module.dotted} import {', '.join(module.public)}\n"
         for module in modules
     )
-    home = {name: module.dotted for module in modules for name in module.public}
+    names = sorted(name for module in modules for name in module.public)
+    table = "\n".join(map(_of_module, modules))
     text = HEADER.format(source="chapters/*.ipynb")
     text += f'''"""Scaling and efficiency for agentic reinforcement learning: the saved helpers.
 
@@ -475,10 +477,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
 {imports or "    pass"}
 
-__all__ = {sorted(home)!r}
+__all__ = {names!r}
 __version__ = {number!r}
 
-_HOME = {home!r}
+# Each module, followed by its names
+_MODULES = """
+{table}"""
+_HOME = {{n: module for module, *names in map(str.split, _MODULES.split("\\n\\n")) for n in names}}
 
 
 if not TYPE_CHECKING:  # a type checker shall see the names above and no others
@@ -494,6 +499,11 @@ if not TYPE_CHECKING:  # a type checker shall see the names above and no others
         return sorted({{*globals(), *__all__}})
 '''
     return _formatted(text)
+
+
+def _of_module(module: Module) -> str:
+    """Write a module and its public names, as a paragraph."""
+    return textwrap.fill(" ".join([module.dotted, *module.public]), 98) + "\n"
 
 
 def _flat(root: Path) -> list[Module]:

@@ -67,8 +67,7 @@ def write_pdf(browser: Browser, html: Path = HTML, output: Path = PDF) -> None:
             page.goto(source.as_uri())
             page.evaluate("document.fonts.ready")
             page.pdf(path=output, prefer_css_page_size=True, print_background=True, tagged=True)
-            printed = PdfWriter(clone_from=output)
-            places = find_places(printed)
+            places = find_places(PdfReader(output))
             if all(number.string == str(places[anchor]) for number, anchor in numbers):
                 break
             for number, anchor in numbers:
@@ -78,7 +77,7 @@ def write_pdf(browser: Browser, html: Path = HTML, output: Path = PDF) -> None:
     finally:
         source.unlink()
         page.close()
-    chapter = None
+    chapter, printed = None, PdfWriter(clone_from=output)
     for link in book.select("nav a"):
         place = places[link["href"][1:]] - 1
         above = chapter if link["class"] == "section" else None
@@ -87,7 +86,7 @@ def write_pdf(browser: Browser, html: Path = HTML, output: Path = PDF) -> None:
     printed.write(output)
 
 
-def find_places(printed: PdfReader | PdfWriter) -> dict[str, int]:
+def find_places(printed: PdfReader) -> dict[str, int]:
     """Return the page number, counted from 1, of each place that a link leads to."""
     numbers = {page.indirect_reference.idnum: n for n, page in enumerate(printed.pages, start=1)}
     return {

@@ -52,6 +52,12 @@ __all__ = [
 ]
 
 
+def book_config(**fields: Any) -> RLConfig:
+    """Return an `RLConfig` whose runs all machines agree on: weights on a grid, a large eps."""
+    # Adam's default eps would turn rounding into steps where gradients all but vanish.
+    return RLConfig(**{"weight_grid": 2.0**-16, "adam_eps": 1e-5, **fields})
+
+
 def demonstrate(
     task: Task, tok: Tokenizer, rng: random.Random, who: Demonstrator | None = None
 ) -> Trajectory:
@@ -61,12 +67,6 @@ def demonstrate(
     mask = torch.tensor(mine[1:])
     logp = torch.zeros(len(mask), dtype=torch.float64)
     return Trajectory(torch.tensor(ids), mask, logp, env.reward, env.info)
-
-
-def book_config(**fields: Any) -> RLConfig:
-    """Return an `RLConfig` whose runs all machines agree on: weights on a grid, a large eps."""
-    # Adam's default eps would turn rounding into steps where gradients all but vanish.
-    return RLConfig(**{"weight_grid": 2.0**-16, "adam_eps": 1e-5, **fields})
 
 
 def behavior_clone(

@@ -2,7 +2,6 @@
 
 import os
 import random
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -75,8 +74,8 @@ def test_base_policy_is_trained_once(tmp_path, built):
 
 def test_what_determines_the_base_policy_is_in_its_key(built, monkeypatch):
     results = [base(), base(episodes=65), base(seed=1), base(build_tokenizer(TRAIN))]
-    other = partial(course.Demonstrator, skill=0.9, look=0.5)
-    monkeypatch.setattr(course, "Demonstrator", other)
+    other = lambda model, shown, tok: behavior_clone(model, shown, tok, 1e-3)  # noqa: E731
+    monkeypatch.setattr(course, "behavior_clone", other)
     results.append(base())
     monkeypatch.setattr(torch, "__version__", "0.0")
     base()
@@ -98,8 +97,9 @@ def test_a_damaged_cache_is_rebuilt(built, damage, tmp_path, monkeypatch):
     path = built[0]
     data = path.read_bytes()
     saved, half = torch.load(path, weights_only=True), len(data) // 2
-    saved["weights"]["lm_head.weight"][0, 0] += 1e-9
-    objects = {"digest": saved, "other": {"something": 1}, "code": {"weights": Attack()}}
+    saved["made"]["weights"]["lm_head.weight"][0, 0] += 1e-9
+    code = {"made": {"weights": Attack()}, "digest": ""}
+    objects = {"digest": saved, "other": {"something": 1}, "code": code}
     if damage in objects:
         torch.save(objects[damage], path)
     else:
@@ -134,5 +134,30 @@ def test_processes_side_by_side_train_once(tmp_path):
 class TestBase:
     def test_base_passes_some_of_the_training_tasks(self, one_thread):
         result = evaluate(make_rl_base(TOK), TRAIN, TOK, 32, generator=gen(5))
-        assert result["pass_rate"] - 2 * result["stderr"] >= 0.20
-        assert result["pass_rate"] + 2 * result["stderr"] <= 0.50
+        assert result["pass_rate"] - 2 * result["stderr"] >= 0.15
+        assert result["pass_rate"] + 2 * result["stderr"] <= 0.60
+
+
+def play_all(env, *tokens):
+    env.reset()
+    return [env.tok.decode(env.step(env.tok.encode([token])[0])[0]) for token in tokens]
+
+
+def test_environments_of_the_ablations():
+    task = next(t for t in TRAIN if t.goal == ("difference", "two"))
+    sum_instead = ("EDIT", task.fix[0], "+", "TEST", "SUBMIT")  # passes the visible tests alone
+    paid, answers = {}, {}
+    for kind in (BugFixEnv, course.LenientEnv, course.SilentEnv):
+        env = kind(task, TOK)
+        answers[kind] = play_all(env, *sum_instead)[3]
+        paid[kind] = env.reward
+    assert paid == {BugFixEnv: 0, course.LenientEnv: 1, course.SilentEnv: 0}
+    assert answers[BugFixEnv] == answers[course.LenientEnv] == ["ok", "<end>"]
+    assert "ok" not in answers[course.SilentEnv]
+
+
+def test_other_goals_are_of_another_kind():
+    changed = course.with_other_goals(TRAIN)
+    assert all(a.goal[0] != b.goal[0] for a, b in zip(TRAIN, changed, strict=True))
+    assert [t.program for t in changed] == [t.program for t in TRAIN]
+    assert changed == course.with_other_goals(TRAIN)
