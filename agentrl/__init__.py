@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from agentrl.accumulation import accumulate_gradients, global_token_count
     from agentrl.audit import (
-        flop_count_check,
         group_filter_check,
-        head_memory_check,
         leak_check,
-        schedule_check,
         split_invariance_check,
         step_zero_ratio_check,
     )
@@ -90,12 +87,14 @@ if TYPE_CHECKING:
         checkpointed_log_probs,
         fused_log_probs,
         fused_policy_loss,
+        head_memory_check,
         peak_memory,
     )
     from agentrl.microbatch import (
         padded_tokens,
         rank_balanced_batches,
         rank_imbalance,
+        schedule_check,
         sequence_cost,
         token_budget_batches,
     )
@@ -141,6 +140,7 @@ if TYPE_CHECKING:
         decode_flops,
         decode_tokens_per_s,
         decode_weights,
+        flop_count_check,
         forward_flops,
         matmul_weights,
         prefill_seconds,
@@ -311,11 +311,12 @@ segment_cumsum spread transformers_inputs unpack
 
 course.packing prefix_tree_tokens
 
-microbatch padded_tokens rank_balanced_batches rank_imbalance sequence_cost token_budget_batches
+microbatch padded_tokens rank_balanced_batches rank_imbalance schedule_check sequence_cost
+token_budget_batches
 
 course.microbatch TRAJECTORY_QUANTILES draw_lengths
 
-logits checkpointed_log_probs fused_log_probs fused_policy_loss peak_memory
+logits checkpointed_log_probs fused_log_probs fused_policy_loss head_memory_check peak_memory
 
 accumulation accumulate_gradients global_token_count
 
@@ -325,13 +326,12 @@ filter_by_pass_rate train_curriculum
 course.curriculum record_arm
 
 throughput ACCELERATORS Accelerator Cost Estimate ModelShape accelerator causal_pairs command_line
-decode_flops decode_tokens_per_s decode_weights forward_flops matmul_weights prefill_seconds
-prefill_tokens run_cost step_cost train_tokens_per_s training_flops
+decode_flops decode_tokens_per_s decode_weights flop_count_check forward_flops matmul_weights
+prefill_seconds prefill_tokens run_cost step_cost train_tokens_per_s training_flops
 
 course.throughput measure_accelerator
 
-audit flop_count_check group_filter_check head_memory_check leak_check schedule_check
-split_invariance_check step_zero_ratio_check
+audit group_filter_check leak_check split_invariance_check step_zero_ratio_check
 
 course.audit Plant full_head planted_faults
 

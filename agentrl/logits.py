@@ -7,7 +7,7 @@ What is the largest tensor in a training step, and can it never exist?
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -19,8 +19,15 @@ from torch.utils.checkpoint import checkpoint
 
 from agentrl import check
 from agentrl.grpo import aggregate_loss, clipped_surrogate_loss, kl_estimate, reinforce_loss
+from agentrl.report import Finding, as_check
 
-__all__ = ["checkpointed_log_probs", "fused_log_probs", "fused_policy_loss", "peak_memory"]
+__all__ = [
+    "checkpointed_log_probs",
+    "fused_log_probs",
+    "fused_policy_loss",
+    "head_memory_check",
+    "peak_memory",
+]
 
 
 def peak_memory(
@@ -602,3 +609,92 @@ def fused_policy_loss(
     room = head = None  # before the gradients are rounded
     loss = _Ready.apply(total, grads, *call[:3])
     return (loss, _unflat(logp, index, ids.shape)) if return_logp else loss
+
+
+def _head_results(
+    fn: Callable[..., Any], leaves: Iterable[Tensor], ids: Tensor, upstream: Tensor
+) -> list[Any]:
+    """Return what a head gives, and the gradients of hidden and weight."""
+    leaves = [x.clone().requires_grad_() for x in leaves]
+    out = fn(*leaves, ids)
+    if isinstance(out, Tensor) and out.shape == ids.shape and out.requires_grad:
+        out.backward(upstream.to(out))
+    return [out, *(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)]
+
+
+def _head_values(
+    fn: Callable[..., Tensor], tokens: int, dtype: torch.dtype, device: str
+) -> Iterator[Finding]:
+    """Compare a head with float64 on a small vocabulary, and its errors with the plain head's."""
+    draws = torch.Generator().manual_seed(0)
+    shapes = (1, tokens, 16), (48, 16)
+    leaves = [torch.randn(*s, generator=draws).to(device, dtype) for s in shapes]
+    ids = torch.randint(48, (1, tokens), generator=draws).to(device)
+    upstream = torch.randn(1, tokens, generator=draws)  # as in training: signs and sizes differ
+    upstream *= torch.randint(3, (1, tokens), generator=draws)  # and some are 0
+    out, *grads = _head_results(fn, leaves, ids, upstream)
+    shape = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
+    likely = f"fn returned {shape} for ids {list(ids.shape)}"
+    yield Finding(0 if shape == list(ids.shape) else math.nan, "nats", "the output", 0, "", likely)
+    plain = _head_results(_head_log_probs, leaves, ids, upstream)
+    exact = _head_results(_head_log_probs, [x.double() for x in leaves], ids, upstream)
+    why = "4 times the error of the plain head in this type, or some last places"
+    error = (out.double() - exact[0]).abs()[0].nan_to_num(math.inf, math.inf)
+    places = torch.finfo(out.dtype).eps * exact[0].abs().max().item()
+    allowed = 4 * max((plain[0] - exact[0]).abs().max().item(), places)
+    index, likely = f"token {int(error.argmax())}", "not the log-probability of the given token"
+    yield Finding(error.max().item(), "nats", index, allowed, why, likely)
+    likely = "the head is cut off from the graph, or its backward pass is wrong"
+    for k, name in enumerate(("hidden", "weight")):
+        right = exact[1 + k]
+        error, usual = (
+            (x.double() - right).norm() / right.norm() for x in (grads[k], plain[1 + k])
+        )
+        allowed = 4 * max(usual.item(), 2 * torch.finfo(dtype).eps)
+        yield Finding(error.item(), "relative", f"the gradient of {name}", allowed, why, likely)
+
+
+@as_check
+def head_memory_check(
+    fn: Callable[[Tensor, Tensor, Tensor], Tensor],
+    *,
+    vocab_size: int = 32_768,
+    d_model: int = 256,
+    tokens: int = 4096,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+    strict: bool = False,
+) -> Iterator[Finding]:
+    """Check that an output head is right, and keeps no row of logits per token.
+
+    Compares values and gradients on a small vocabulary, then memory at `tokens` and twice as many.
+
+    Args:
+        fn: from hidden [1, T, D], weight [V, D] and ids [1, T] to log-probabilities [1, T].
+        vocab_size, d_model, tokens: V, D and T; V well above 12 D, which a head may cost, and T at
+            least the longest chunk.
+        dtype: of hidden and weight.
+        device: "cpu" counts fake tensors; "cuda" asks the allocator, for a head that needs a GPU.
+        strict: raise `AuditError` if the check fails.
+
+    Raises:
+        ValueError: if V is at most 16 D, where the two costs cannot be told apart.
+    """
+    check.integer("tokens", tokens)
+    check.integer("vocab_size", vocab_size, 16 * check.integer("d_model", d_model) + 1)
+    yield from _head_values(fn, tokens, dtype, device)
+
+    def step(hidden: Tensor, weight: Tensor, ids: Tensor) -> None:
+        fn(hidden, weight, ids).sum().backward()
+
+    def peak(T: int) -> int:
+        like = {"dtype": dtype, "device": "meta", "requires_grad": True}
+        ids = torch.empty(1, T, dtype=torch.int64, device="meta")
+        shapes = torch.empty(1, T, d_model, **like), torch.empty(vocab_size, d_model, **like)
+        return peak_memory(step, *shapes, ids, device=device)
+
+    slope = (peak(2 * tokens) - peak(tokens)) / tokens
+    why = "V: one byte per word of the vocabulary; a row of logits takes 2 to 12"
+    likely = "logits of all tokens are kept for the backward pass, or chunks grow with T"
+    index = f"{tokens} to {2 * tokens} tokens"
+    yield Finding(slope, "bytes per token", index, vocab_size, why, likely)

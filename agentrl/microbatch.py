@@ -8,18 +8,21 @@ import bisect
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from agentrl import check
 from agentrl.packing import packing_plan
+from agentrl.report import Finding, as_check
 
 __all__ = [
     "padded_tokens",
     "rank_balanced_batches",
     "rank_imbalance",
+    "schedule_check",
     "sequence_cost",
     "token_budget_batches",
 ]
@@ -347,3 +350,82 @@ def rank_balanced_batches(
     if packed:
         _even_totals(ranks, problem)
     return [sorted(rank, key=problem.load, reverse=True) for rank in ranks]
+
+
+def _by_rank(batches: Any, num_ranks: int) -> list[list[list[int]]]:
+    """Return the microbatches of each rank; a flat list is that of one rank."""
+    listed = [rows.tolist() if isinstance(rows, torch.Tensor) else rows for rows in batches]
+    flat = num_ranks == 1 and not any(isinstance(r, Iterable) for rows in listed for r in rows)
+    ranks = [listed] if flat else listed
+    if len(ranks) != num_ranks:
+        raise ValueError(f"batches has {len(ranks)} ranks, num_ranks = {num_ranks}")
+    for r, rank in enumerate(ranks):
+        for b, rows in enumerate(rank if isinstance(rank, Iterable) else [rank]):
+            if not isinstance(rows, Iterable):
+                raise TypeError(f"batches[{r}][{b}] = {rows!r} is no list of indices")
+    return [[[int(i) for i in rows] for rows in rank] for rank in ranks]
+
+
+@as_check
+def schedule_check(
+    batches: Sequence[Any],
+    lengths: Sequence[int] | torch.Tensor,
+    max_tokens: int,
+    num_ranks: int = 1,
+    *,
+    packed: bool = False,
+    slack: float = 0.25,
+    strict: bool = False,
+) -> Iterator[Finding]:
+    """Check that microbatches hold every sequence once, fit into memory, and are few and even.
+
+    Args:
+        batches: lists of indices into `lengths`; with several ranks, such lists for each rank.
+        lengths: tokens of each sequence [N].
+        max_tokens: what fits: count times longest, or with `packed` the sum of lengths.
+        num_ranks: data-parallel ranks; all need the same number of microbatches, none empty.
+        packed: whether the sequences of a microbatch are packed without padding.
+        slack: by how much there may be more microbatches than a plan that was found, per rank;
+            one more is always allowed, unless it is 0.
+        strict: raise `AuditError` if the check fails.
+
+    Raises:
+        ValueError, TypeError: if the lengths, the cap or the ranks are not positive integers.
+    """
+    num_ranks = check.integer("num_ranks", num_ranks)
+    max_tokens, sizes = check.integer("max_tokens", max_tokens), check.integers("lengths", lengths)
+    ranks = _by_rank(batches, num_ranks)
+    times = Counter(i for rank in ranks for rows in rank for i in rows)
+    times.subtract(range(len(sizes)))
+    i = next((i for i, extra in sorted(times.items()) if extra), 0)
+    likely = f"sequence {i} is " + ("dropped" if times[i] < 0 else "trained twice")
+    likely = likely if 0 <= i < len(sizes) else f"there is no sequence {i}"
+    unit, why = "times too few" if times[i] < 0 else "times too many", "each is trained once"
+    yield Finding(abs(times[i]), unit, f"sequence {i}", 0, why, likely)
+    longest = max(range(len(sizes)), key=sizes.__getitem__)
+    likely = "a sequence that does not fit is cut, or the cap is not kept: it should be refused"
+    index = f"sequence {longest}"
+    yield Finding(sizes[longest], "tokens", index, max_tokens, "max_tokens", likely)
+    counts = [len(rank) for rank in ranks]
+    fewer, r = max(counts) - min(counts), counts.index(min(counts))
+    likely = f"ranks have {counts} microbatches: the others wait for rank {r} for ever"
+    why = "a collective waits for every rank"
+    yield Finding(fewer, "microbatches fewer", f"rank {r}", 0, why, likely)
+    loads, names = [], []
+    for r, k, rows in ((r, k, rows) for r, rank in enumerate(ranks) for k, rows in enumerate(rank)):
+        load = [sizes[i] for i in rows]
+        loads.append(sum(load) if packed else len(load) * max(load, default=0))
+        names.append(f"microbatch {k}" + f" of rank {r}" * (num_ranks > 1))
+    index, trace = names[loads.index(max(loads))], tuple(map(float, loads))
+    likely = "microbatches are cut by a count or an average, not by the tokens they hold"
+    fullest = Finding(max(loads), "tokens", index, max_tokens, "max_tokens", likely, trace)
+    yield fullest
+    index, why = names[loads.index(min(loads))], "a mean over nothing is not a number"
+    likely = "ranks are filled up with nothing"
+    yield Finding(loads.count(0), "empty microbatches", index, 0, why, likely)
+    need = -(-len(token_budget_batches(sizes, max_tokens, packed=packed)) // num_ranks)
+    allowed = max(need + 1, math.floor(need * (1 + slack))) if slack else need
+    likely = "room in open microbatches is not used: the search for a fit is wrong, or a count cuts"
+    why = f"a plan with {need} exists"
+    yield Finding(counts[0], "microbatches", "each rank", allowed, why, likely)
+    yield fullest

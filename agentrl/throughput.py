@@ -9,13 +9,20 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
 from agentrl import check
+from agentrl.report import Finding, as_check
 
 __all__ = [
     "ACCELERATORS",
@@ -29,6 +36,7 @@ __all__ = [
     "decode_flops",
     "decode_tokens_per_s",
     "decode_weights",
+    "flop_count_check",
     "forward_flops",
     "matmul_weights",
     "prefill_seconds",
@@ -722,3 +730,71 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 # As a script only: in a notebook this module has no spec.
 if __name__ == "__main__" and globals().get("__spec__") is not None:
     sys.exit(command_line())
+
+
+class _Products(TorchDispatchMode):
+    """Counts the FLOPs of products: forward, backward, what checkpointing repeats, attention's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = self.backward = self.again = self.pairs = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        if count is None and "grouped_mm" in func._overloadpacket.__name__:
+            count = _grouped_flops  # torch knows no count of experts in one kernel
+        if count is None:
+            return out
+        flops = count(*args, **(kwargs or {}), out_val=out)
+        inside = torch._C._current_graph_task_id() >= 0  # a backward pass
+        repeated = inside and torch.is_grad_enabled()
+        self.again += flops * repeated
+        self.forward += flops * (not inside)
+        self.backward += flops * (inside and not repeated)
+        if func._overloadpacket is torch.ops.aten.bmm and not repeated:
+            square = any(x.shape[1] == x.shape[2] for x in (*args[:2], out))
+            self.pairs += flops * square  # of attention, if a factor is T by T
+        return out
+
+
+def _grouped_flops(a: Tensor, b: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
+    batch = len(a) if a.ndim == b.ndim == 3 else 1
+    return 2 * batch * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+@as_check
+def flop_count_check(
+    flops: float,
+    step_fn: Callable[[], Any],
+    *,
+    tolerance: float = 0.01,
+    strict: bool = False,
+) -> Iterator[Finding]:
+    """Check the FLOPs that a trainer reports for a step against those that torch counts.
+
+    Args:
+        flops: as reported, forward and backward.
+        step_fn: runs that step on a small model, on any device, each row one sequence. Attention by
+            `scaled_dot_product_attention` runs as plain products meanwhile, over all pairs, in
+            sliding windows too: report all pairs there. Other fused kernels are not counted.
+        tolerance: relative. Products are counted exactly, weights that are frozen without their
+            gradient. Norms and softmax are not counted. Attention, batches of products with a
+            square factor, may be counted over all pairs or over the causal half.
+        strict: raise `AuditError` if the check fails.
+    """
+    with sdpa_kernel(SDPBackend.MATH), _Products() as seen:
+        step_fn()
+    counted = seen.forward + min(seen.backward, 2 * seen.forward)  # a head may repeat itself
+    if not counted:
+        raise ValueError("step_fn ran no matrix product: there is nothing to compare")
+    least = counted - seen.pairs / 2  # the causal half
+    error = (flops - min(max(flops, least), counted)) / counted
+    likely = "a product is left out, as the head or attention, or a sliding window is counted"
+    if error and abs(flops / (seen.forward + seen.backward + seen.again) - 1) <= tolerance:
+        likely = "the forward pass that checkpointing repeats is counted: hardware, not model FLOPs"
+    elif error > 0:
+        likely = "an embedding is counted as a matrix product, or a frozen weight's gradient"
+    index = f"{flops:,.0f} reported, {counted:,} counted"
+    why = "both count matrix products, 2 per weight and token in each pass"
+    yield Finding(abs(error), "relative", index, tolerance, why, likely)

@@ -12,18 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from agentrl.audit import (
-    flop_count_check,
     group_filter_check,
-    head_memory_check,
     leak_check,
-    schedule_check,
     split_invariance_check,
     step_zero_ratio_check,
 )
 from agentrl.curriculum import fill_groups, filter_by_pass_rate
 from agentrl.grpo import reinforce_loss
-from agentrl.logits import checkpointed_log_probs
-from agentrl.microbatch import rank_balanced_batches, token_budget_batches
+from agentrl.logits import checkpointed_log_probs, head_memory_check
+from agentrl.microbatch import rank_balanced_batches, schedule_check, token_budget_batches
 from agentrl.packing import (
     block_mask,
     pack_sequences,
@@ -36,6 +33,7 @@ from agentrl.packing import (
 from agentrl.policy import TinyAgent, selected_log_probs
 from agentrl.report import CheckResult
 from agentrl.rollout import Trajectory, pad_rows
+from agentrl.throughput import flop_count_check
 
 __all__ = ["Plant", "full_head", "planted_faults"]
 

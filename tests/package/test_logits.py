@@ -952,3 +952,97 @@ def test_cuda_equals_float64():
 @each("head", [plain_head, chunked_head, checkpointed_log_probs, fused_log_probs, policy_head])
 def test_ledger_agrees_with_the_allocator(head, tokens):
     assert head_gb(head, tokens, device="cuda") == pytest.approx(head_gb(head, tokens), rel=0.06)
+
+
+# The check for a head
+
+
+def widened(h, w, i, reentrant: bool = False):
+    """A right head that widens what it gets, then goes by chunks and computes each again."""
+    wide = w.float()
+    score = lambda h, w, i: (h @ w.T).log_softmax(-1).gather(-1, i[..., None])[..., 0]  # noqa: E731
+    chunks = zip(h.float().split(64, 1), i.split(64, 1), strict=True)
+    return torch.cat([checkpoint(score, a, wide, b, use_reentrant=reentrant) for a, b in chunks], 1)
+
+
+def trl_selected(h, w, i):
+    trl = pytest.importorskip("trl.trainer.utils")
+    score = lambda h, i: trl.selective_log_softmax(nn.functional.linear(h, w), i)  # noqa: E731
+    chunks = zip(h.split(256, 1), i.split(256, 1), strict=True)
+    return torch.cat([checkpoint(score, a, b, use_reentrant=False) for a, b in chunks], 1)
+
+
+def trl_chunked(h, w, i):
+    trl = pytest.importorskip("trl.kernels")
+    return trl.ChunkedLogProbFunction.apply(h[0], w, None, i[0], 1.0, 256, None, 1.0, ())[0][None]
+
+
+def verl_fused(h, w, i):
+    verl = pytest.importorskip("verl.utils.experimental.torch_functional")
+    return verl.FusedLinearForPPO(256)(h, w, i)[0]
+
+
+def torch_fused(h, w, i):
+    if not hasattr(nn.functional, "linear_cross_entropy"):
+        pytest.skip("this torch has no linear_cross_entropy")
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=256, chunking_method=None)
+    return -nn.functional.linear_cross_entropy(h[0], w, i[0], reduction="none", options=options)[
+        None
+    ]
+
+
+def own_type(h, w, i):
+    """The head of a model that computes its log-softmax in the type of its logits."""
+    return nn.functional.linear(h, w).log_softmax(-1).gather(-1, i[..., None])[..., 0]
+
+
+RIGHT = {
+    "plain": module._head_log_probs,
+    "own type": own_type,
+    "chunked": chunked_head,
+    "checkpointed": arl.checkpointed_log_probs,
+    "checkpointed, 8 at a time": partial(arl.checkpointed_log_probs, chunk_size=8),
+    "fused": arl.fused_log_probs,
+    "widened": widened,
+    "widened, reentrant": partial(widened, reentrant=True),
+    "trl selected": trl_selected,
+    "trl chunked": trl_chunked,
+    "verl": verl_fused,
+    "torch": torch_fused,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", RIGHT)
+def test_right_heads_of_every_form_are_not_accused(form, dtype):
+    for found in module._head_values(RIGHT[form], 1024, dtype, "cpu"):
+        assert found.passed, found
+    assert found.index == "the gradient of weight"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_wrong_heads_are_found(dtype):
+    right = module._head_log_probs
+    wrong = {
+        "gradient of hidden": lambda h, w, i: right(h.detach(), w, i),
+        "gradient of weight": lambda h, w, i: right(h, w.detach(), i),
+        "not the log-prob": lambda h, w, i: (h @ w.T).gather(-1, i[..., None])[..., 0],
+        "[1, 4096, 48] for ids [1, 4096]": lambda h, w, i: (h @ w.T).log_softmax(-1),
+        "of the given token": lambda h, w, i: h.sum(-1) * math.nan,
+        "NoneType": lambda h, w, i: None,
+    }
+    for says, head in wrong.items():
+        found = arl.head_memory_check(head, dtype=dtype)
+        assert not found and says in str(found), found
+
+
+def test_the_memory_of_heads():
+    assert arl.head_memory_check(arl.fused_log_probs, tokens=1024, vocab_size=8192, d_model=128)
+    assert arl.head_memory_check(widened)
+    full = arl.head_memory_check(arl.full_head, tokens=1024)
+    assert not full and full.worst >= 2 * 32_768
+
+
+def test_a_vocabulary_too_small_to_tell_is_refused():
+    with pytest.raises(ValueError, match="vocab_size = 100"):
+        arl.head_memory_check(own_type, vocab_size=100)

@@ -3,12 +3,13 @@
 import itertools
 import math
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import agentrl as arl
@@ -428,3 +429,71 @@ def test_drawn_lengths_are_log_linear_between_quantiles():
 def test_quantiles_rise_from_0_to_1(quantiles, named):
     with pytest.raises(ValueError, match=named):
         arl.draw_lengths(quantiles, 10, torch.Generator())
+
+
+# The check for a schedule
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.integers(1, 50), min_size=4, max_size=40),
+    st.integers(50, 120),
+    st.integers(1, 3),
+    st.booleans(),
+)
+def test_right_schedules_pass_and_wrong_ones_are_named(
+    lengths: list[int], cap: int, ranks: int, packed: bool
+) -> None:
+    plan: Any = arl.token_budget_batches(lengths, cap, packed=packed)
+    if ranks > 1:
+        assume(len(lengths) >= 2 * len(plan) + ranks)  # else a rank may have to stay empty
+        plan = arl.rank_balanced_batches(lengths, cap, ranks, packed=packed)
+    assert arl.schedule_check(plan, lengths, cap, ranks, packed=packed, slack=1.0)
+    flat = plan if ranks == 1 else plan[0]
+    lost = flat[0].pop()
+    found = arl.schedule_check(plan, lengths, cap, ranks, packed=packed)
+    assert not found and found.index == f"sequence {lost}" and "dropped" in found.likely
+    flat[0] += [lost, lost]
+    found = arl.schedule_check(plan, lengths, cap, ranks, packed=packed)
+    assert not found and found.index == f"sequence {lost}" and "twice" in found.likely
+
+
+def test_schedule_questions_come_one_by_one() -> None:
+    check = arl.schedule_check
+    assert check([[0, 1], [2]], [5, 3, 4], 10).worst == 10
+    over = check([[0, 1], [2]], [5, 3, 4], 9)
+    assert (over.worst, over.threshold, over.index) == (10, 9, "microbatch 0")
+    assert check([[0, 1], [2]], [5, 3, 4], 9, packed=True)
+    assert check([[[0]], [[1]]], [5, 3], 9, 2)
+    assert check([torch.tensor([0, 1]), torch.tensor([2])], [5, 3, 4], 10)
+    assert check([[torch.tensor([0])], [torch.tensor([1])]], [5, 3], 9, 2)
+    assert "for ever" in check([[[0], [1]], [[2]]], [5, 3, 4], 9, 2).likely
+    assert "filled up" in check([[[0, 1]], [[]]], [3, 3], 9, 2).likely
+    assert "search for a fit" in check([[0], [1], [2]], [3, 3, 3], 9).likely
+    assert check([[0], [1, 2]], [3, 3, 3], 9)  # one more than needed is always allowed
+    assert not check([[0], [1, 2]], [3, 3, 3], 9, slack=0)
+    assert "there is no sequence 7" in check([[0, 7], [1]], [3, 3], 9).likely
+
+
+def test_a_schedule_of_two_ranks_is_not_wasteful() -> None:
+    sizes = [8] * 16
+    pairs, single = [[i, i + 1] for i in range(0, 16, 2)], [[i] for i in range(16)]
+    assert arl.schedule_check([pairs[:4], pairs[4:]], sizes, 16, num_ranks=2)
+    found = arl.schedule_check([single[:8], single[8:]], sizes, 16, num_ranks=2)
+    assert not found and "room in open microbatches" in found.likely
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "says"),
+    [
+        (([[0]], [0], 5), ValueError, r"lengths\[0\] = 0"),
+        (([[0]], [1.5], 5), TypeError, r"lengths\[0\]"),
+        (([], [], 5), ValueError, "lengths"),
+        (([[[0]]], [3], 5, 2), ValueError, "1 ranks, num_ranks = 2"),
+        (([[0]], [3], 0), ValueError, "max_tokens = 0"),
+        (([[0], [1]], [5, 3], 9, 2), TypeError, r"batches\[0\]\[0\] = 0"),
+    ],
+)
+def test_a_schedule_that_is_none_is_refused(given, kind, says):
+    with pytest.raises(kind, match=says):
+        arl.schedule_check(*given)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import agentrl as arl
@@ -544,3 +545,92 @@ def test_the_module_runs_as_a_script(config):
     command = [sys.executable, "-m", "agentrl.throughput", "--config", config, "--gpu", "H100"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "") and "decode share" in done.stdout
+
+
+# The check for a count
+
+
+def test_flops():
+    x = torch.ones(4, 8, requires_grad=True)
+    step = lambda: (x @ torch.ones(8, 2, requires_grad=True)).sum().backward()  # noqa: E731
+    assert arl.flop_count_check(3 * 2 * 4 * 8 * 2, step)
+    assert "embedding" in arl.flop_count_check(1000, step).likely
+    assert "left out" in arl.flop_count_check(128, step).likely
+
+
+def test_flops_of_frozen_weights_are_counted_as_torch_counts_them():
+    x, layers = torch.ones(4, 8), torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+    layers[0].requires_grad_(False)
+    layers[1].requires_grad_(False)
+    one = 2 * 4 * 8 * 8
+    step = lambda: layers(x).sum().backward()  # noqa: E731
+    assert arl.flop_count_check(3 * one + one, step)  # no gradient reaches the frozen ones
+    layers[0].requires_grad_(True)
+    right = 3 * one + 2 * one + one + one  # the second passes a gradient on, and has none
+    assert arl.flop_count_check(right, step)
+    again = lambda: checkpoint(layers, x, use_reentrant=False).sum().backward()  # noqa: E731
+    assert arl.flop_count_check(right, again)
+    found = arl.flop_count_check(right + 2 * one, again)
+    assert not found and "checkpointing repeats" in found.likely
+    assert "a frozen weight" in arl.flop_count_check(9 * one, step).likely
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_flops_do_not_depend_on_kernels_and_recomputation(attention, checkpointing):
+    pytest.importorskip("transformers")
+    model = causal_lm(attention=attention).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    ids = torch.zeros(1, 64, dtype=torch.int64)
+    step = lambda: model(ids, use_cache=False).logits.sum().backward()  # noqa: E731
+    shape = arl.ModelShape.from_config(model.config)
+    for pairs in ("causal", "square"):
+        found = arl.flop_count_check(arl.training_flops(shape, [64], pairs=pairs), step)
+        assert found, found
+    right = arl.training_flops(shape, [64])
+    more = arl.flop_count_check(right + 6 * 1000 * 64 * 64, step)
+    assert not more and "an embedding" in more.likely
+    less = arl.flop_count_check(right - 6 * 1000 * 64 * 64, step)
+    assert not less and "left out" in less.likely
+
+
+def test_flops_of_attention_are_all_pairs_half_of_them_and_no_less():
+    q = torch.randn(1, 2, 64, 8, requires_grad=True)
+    step = lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()  # noqa: E731
+    pairs = 3 * 2 * (2 * 2 * 64 * 64 * 8)  # forward and backward, scores and values
+    assert arl.flop_count_check(pairs, step) and arl.flop_count_check(pairs / 2, step)
+    for less in (0.4 * pairs, 0.0):
+        assert "left out" in arl.flop_count_check(less, step).likely
+
+
+def test_flops_of_a_batch_of_products_that_is_no_attention_are_not_halved():
+    x, w = torch.randn(4, 16, 8, requires_grad=True), torch.randn(4, 8, 32, requires_grad=True)
+    step = lambda: torch.bmm(x, w).sum().backward()  # noqa: E731
+    flops = 3 * 2 * 4 * 16 * 8 * 32
+    assert arl.flop_count_check(flops, step)
+    assert not arl.flop_count_check(flops / 2, step)
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
+def test_flops_of_experts_do_not_depend_on_their_kernel(experts) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    config._experts_implementation = experts
+    model = transformers.MixtralForCausalLM._from_config(config, attn_implementation="eager")
+    ids = torch.arange(32)[None]
+    step = lambda: model(ids, use_cache=False).logits.sum().backward()  # noqa: E731
+    shape = arl.ModelShape.from_config(config)
+    right = arl.training_flops(shape, [32])
+    assert (found := arl.flop_count_check(right, step)), found
+    idle = 3 * 2 * 3 * 64 * 96 * 2 * 32 * 2  # the two experts that a token uses, left out
+    assert not arl.flop_count_check(right - idle / 2, step)
+
+
+def test_a_step_without_a_product_is_refused():
+    with pytest.raises(ValueError, match="no matrix product"):
+        arl.flop_count_check(1, lambda: None)
