@@ -193,7 +193,7 @@ def _moved(after: Tensor, before: Tensor) -> Tensor:
     return change.masked_fill(same, 0.0).amax(-1)
 
 
-def _first(where: Tensor) -> str:
+def _place(where: Tensor) -> str:
     return "row {}, entry {}".format(*where.nonzero()[0].tolist()) if where.any() else "any row"
 
 
@@ -299,7 +299,7 @@ def leak_check(
         across = across & (_owner(segment_ids, ids.shape[1] - 1) < 0)
         why = "no sequence predicts another one's token"
         likely = "labels were shifted after packing: a sequence's last token predicts the next one"
-        yield Finding(int(across.sum()), "predictions", _first(across), 0, why, likely)
+        yield Finding(int(across.sum()), "predictions", _place(across), 0, why, likely)
     raw = _run(log_prob_fn, ids)
     before, problem = _per_entry(raw, ids)
     why = "another sequence has weight 0, and shapes fix the order of sums"
@@ -309,7 +309,7 @@ def leak_check(
         raise ValueError("no prediction stays in its sequence: each has one token")
     bad = before.isnan().any(-1) & inside
     likely = "log_prob_fn returned NaN: a softmax over no entry, or a division by 0"
-    yield Finding(math.nan if bad.any() else 0, "nats", _first(bad), tolerance, why, likely)
+    yield Finding(math.nan if bad.any() else 0, "nats", _place(bad), tolerance, why, likely)
 
     def errors(mode: Any = None, draws: int = 0) -> Tensor:
         after = _run(log_prob_fn, ids, mode=mode, draws=draws)
