@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentrl.accumulation import accumulate_gradients, global_token_count
-    from agentrl.audit import (
-        group_filter_check,
-        leak_check,
-        split_invariance_check,
-        step_zero_ratio_check,
-    )
+    from agentrl.audit import leak_check, split_invariance_check, step_zero_ratio_check
     from agentrl.course.audit import Plant, full_head, planted_faults
     from agentrl.course.curriculum import record_arm
     from agentrl.course.grpo import (
@@ -41,6 +36,7 @@ if TYPE_CHECKING:
         expected_groups_per_kept,
         fill_groups,
         filter_by_pass_rate,
+        group_filter_check,
         train_curriculum,
     )
     from agentrl.grpo import (
@@ -321,7 +317,7 @@ logits checkpointed_log_probs fused_log_probs fused_policy_loss head_memory_chec
 accumulation accumulate_gradients global_token_count
 
 curriculum draw_weighted estimate_pass_rate expected_groups_per_kept fill_groups
-filter_by_pass_rate train_curriculum
+filter_by_pass_rate group_filter_check train_curriculum
 
 course.curriculum record_arm
 
@@ -331,7 +327,7 @@ prefill_seconds prefill_tokens run_cost step_cost train_tokens_per_s training_fl
 
 course.throughput measure_accelerator
 
-audit group_filter_check leak_check split_invariance_check step_zero_ratio_check
+audit leak_check split_invariance_check step_zero_ratio_check
 
 course.audit Plant full_head planted_faults
 

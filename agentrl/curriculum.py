@@ -5,17 +5,19 @@ Which rollouts never produce a gradient, and can we avoid paying for them?
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from agentrl import check
 from agentrl.grpo import RLConfig, draw_tasks, train_rl, zero_advantage_groups
 from agentrl.gym import Task, Tokenizer, make_env
+from agentrl.report import Finding, as_check
 from agentrl.rollout import Trajectory, sample_groups
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "expected_groups_per_kept",
     "fill_groups",
     "filter_by_pass_rate",
+    "group_filter_check",
     "train_curriculum",
 ]
 
@@ -279,3 +282,103 @@ def train_curriculum(
         raise ValueError(f"low = {low}, high = {high} leave out the start 0.5, and revisit is 0")
     run = {"checkpoint": checkpoint, "checkpoint_every": checkpoint_every, "on_step": on_step}
     return train_rl(model, tasks, tok, cfg, steps, sampler=_ByPassRate(len(tasks), rule), **run)
+
+
+def _filter_cases(low: float, high: float, truncation: bool) -> list[Any]:
+    """Return groups of rewards, which episodes were cut, and whether the group is to be kept."""
+    equal = [[k / 10] * n for k in range(11) for n in (2, 3, 4, 5, 7, 8, 16)]
+    mixed = [[0.0] * n + [1.0] * m for n, m in ((1, 1), (1, 7), (7, 1), (4, 4), (15, 1))]
+    mixed += [[0.25, 0.5], [0.5] * 7 + [0.75], [0.0, 0.25, 0.5, 1.0]]
+    cases = [(group, [False] * len(group)) for group in (*equal, *mixed)]
+    if truncation:  # of what ran out of length nothing is known
+        cases += [([1.0] * n + [0.0], [False] * n + [True]) for n in (3, 7)]
+        cases += [([1.0, 1.0, 0.0, 0.0], [False] * 3 + [True])]
+    judged = []
+    for group, cut in cases:
+        ended = [r for r, c in zip(group, cut, strict=True) if not c]
+        mean = sum(ended) / len(ended)
+        if len({*ended}) == 1 or min(abs(mean - low), abs(mean - high)) > 0.01:  # else a convention
+            judged.append((group, cut, len({*ended}) > 1 and low < mean < high))
+    return judged
+
+
+def _why_filter(rewards: list[float], cut: list[bool], keep: bool, wrong: int) -> str:
+    if keep:
+        return "a group with unequal rewards is dropped"
+    if any(cut):
+        return "an episode that ran out of length is scored as a failure"
+    if len({*rewards}) > 1:
+        return "a group outside the bounds is kept"
+    if wrong > 31:  # more than half of the groups of equal rewards between 0 and 1
+        return "groups of equal rewards are kept: the mean is compared and the variance is not"
+    return "a standard deviation of rounding size is compared with 0"
+
+
+@as_check
+def group_filter_check(
+    filter_fn: Callable[..., Sequence[Any]],
+    *,
+    low: float = 0.0,
+    high: float = 1.0,
+    dtype: torch.dtype | None = None,
+    truncation: bool = False,
+    fill_fn: Callable[[Callable[[int], list[list[float]]]], Any] | None = None,
+    strict: bool = False,
+) -> Iterator[Finding]:
+    """Check that a filter keeps exactly the groups that give a gradient.
+
+    Args:
+        filter_fn: gets groups, lists of rewards, and says for each whether it is kept, in order.
+        low, high: the filter's own bounds on a group's mean reward.
+        dtype: give each group as a tensor of this type.
+        truncation: call `filter_fn(groups, cut)`, where `cut` marks episodes that ran out of length
+            with reward 0; such an episode is no failure, and must not make a group worth keeping.
+        fill_fn: dynamic sampling: gets `sample(count)`, which returns that many groups, all solved;
+            has to come to an end, without an exception, and say why.
+        strict: raise `AuditError` if the check fails.
+    """
+    cases = _filter_cases(low, high, truncation)
+    groups = [g if dtype is None else torch.tensor(g, dtype=dtype) for g, _, _ in cases]
+    passed = Finding(0, "groups", f"any of {len(cases)} groups", 0, "equal rewards are equal")
+    broken = passed.but(worst=math.nan, index="the output")
+    try:
+        given = (groups, [cut for _, cut, _ in cases]) if truncation else (groups,)
+        kept = [bool(k) for k in filter_fn(*given)]
+    except Exception as problem:
+        yield broken.but(likely=f"filter_fn raised {type(problem).__name__}: {problem}")
+    if len(kept) != len(cases):
+        likely = f"filter_fn returned {len(kept)} verdicts for {len(cases)} groups"
+        yield broken.but(likely=likely)
+    wrong = [i for i, (k, (_, _, keep)) in enumerate(zip(kept, cases, strict=True)) if k != keep]
+    for i in wrong[:1]:
+        short = ", ".join(f"{r:g}" for r in cases[i][0][:4]) + ", ..." * (len(cases[i][0]) > 4)
+        index, likely = f"group {i}, rewards [{short}]", _why_filter(*cases[i], len(wrong))
+        yield passed.but(worst=len(wrong), index=index, likely=likely)
+    yield passed if fill_fn is None else _solved(fill_fn)
+
+
+class _Endless(BaseException):
+    """Stops a sampler that would go on for ever; no `except Exception` holds it."""
+
+
+def _solved(fill_fn: Callable[..., Any]) -> Finding:
+    """Run dynamic sampling where every task is solved."""
+    asked, out, likely = 0, None, "it stops without a reason"
+
+    def sample(count: int) -> list[list[float]]:
+        nonlocal asked
+        asked += max(count, 1)
+        if asked > 10_000:
+            raise _Endless
+        return [[1.0] * 8 for _ in range(count)]
+
+    try:
+        out = fill_fn(sample)
+    except _Endless:
+        likely = f"sampling has no bound: {asked} groups and no end"
+    except Exception as problem:
+        likely = f"an exception instead of a stop: {type(problem).__name__}: {problem}"
+    reason = any(isinstance(x, str) and x for x in tree_leaves(out))
+    why = "there is nothing to find, so the search ends and says so"
+    index = f"every task solved, after {asked} groups"
+    return Finding(0 if reason else max(asked, 1), "groups", index, 0, why, likely)

@@ -11,13 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from agentrl.audit import (
-    group_filter_check,
-    leak_check,
-    split_invariance_check,
-    step_zero_ratio_check,
-)
-from agentrl.curriculum import fill_groups, filter_by_pass_rate
+from agentrl.audit import leak_check, split_invariance_check, step_zero_ratio_check
+from agentrl.curriculum import fill_groups, filter_by_pass_rate, group_filter_check
 from agentrl.grpo import reinforce_loss
 from agentrl.logits import checkpointed_log_probs, head_memory_check
 from agentrl.microbatch import rank_balanced_batches, schedule_check, token_budget_batches

@@ -658,55 +658,6 @@ def test_trajectories_agree_within_the_limit_or_not_at_all() -> None:
 # Filters
 
 
-@pytest.mark.parametrize(
-    ("low", "high"), [(0.0, 1.0), (0.2, 0.8), (-1.0, 0.5), (0.7, 1.0), (2 / 3, 1.0)]
-)
-def test_the_filter_of_chapter_nine_passes(low: float, high: float) -> None:
-    def finished(groups: list[list[float]], cut: list[list[bool]]) -> list[bool]:
-        return right(
-            [
-                [r for r, c in zip(group, short, strict=True) if not c]
-                for group, short in zip(groups, cut, strict=True)
-            ]
-        )
-
-    def right(groups: list[list[float]]) -> list[bool]:
-        inside = [bool(arl.filter_by_pass_rate([0], [g], low, high)) for g in groups]
-        return [k and min(g) < max(g) for k, g in zip(inside, groups, strict=True)]
-
-    found = arl.group_filter_check(right, low=low, high=high)
-    assert found, found
-    found = arl.group_filter_check(finished, low=low, high=high, truncation=True)
-    assert found, found
-
-
-def test_broken_filters_are_diagnosed() -> None:
-    check = arl.group_filter_check
-    assert "3 verdicts" in check(lambda groups: [True] * 3).likely
-    assert "raised ZeroDivisionError" in check(lambda groups: 1 / 0).likely
-    assert "unequal rewards is dropped" in check(lambda groups: [False] * len(groups)).likely
-    assert check(lambda groups: [True] * len(groups)).index == "group 0, rewards [0, 0]"
-    unbounded = check(lambda groups: [min(g) < max(g) for g in groups], low=0.2, high=0.8)
-    assert "outside the bounds is kept" in unbounded.likely
-    everything = check(lambda groups: [len(set(g)) > 1 and g[0] != 0.25 for g in groups])
-    assert everything.worst == 1 and "[0.25, 0.5]" in everything.index
-
-
-@pytest.mark.parametrize(
-    ("fill", "says"),
-    [
-        (lambda sample: 1 / 0, "an exception instead of a stop"),
-        (lambda sample: [sample(8) for _ in range(10**9)], "no bound"),
-        (lambda sample: sample(3) and [], "without a reason"),
-        (lambda sample: ([], "budget spent"), ""),
-    ],
-)
-def test_dynamic_sampling_ends_and_says_why(fill: Any, says: str) -> None:
-    right = lambda groups: [min(g) < max(g) for g in groups]  # noqa: E731
-    found = arl.group_filter_check(right, fill_fn=fill)
-    assert bool(found) == (not says) and says in found.likely
-
-
 # At the door
 
 IDS, SEGMENTS = row([4, 4], 8)

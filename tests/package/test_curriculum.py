@@ -20,6 +20,7 @@ from agentrl.curriculum import (
     expected_groups_per_kept,
     fill_groups,
     filter_by_pass_rate,
+    group_filter_check,
     train_curriculum,
 )
 from agentrl.grpo import RLConfig, train_rl
@@ -438,3 +439,55 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="2 steps, more than 1"):
         train(1, checkpoint=path)
     assert len(train(3, checkpoint=path)) == 3
+
+
+# The check of other filters
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.0, 1.0), (0.2, 0.8), (-1.0, 0.5), (0.7, 1.0), (2 / 3, 1.0)]
+)
+def test_the_filter_passes_its_own_check(low, high):
+    def finished(groups: list[list[float]], cut: list[list[bool]]) -> list[bool]:
+        return right(
+            [
+                [r for r, c in zip(group, short, strict=True) if not c]
+                for group, short in zip(groups, cut, strict=True)
+            ]
+        )
+
+    def right(groups: list[list[float]]) -> list[bool]:
+        inside = [bool(filter_by_pass_rate([0], [g], low, high)) for g in groups]
+        return [k and min(g) < max(g) for k, g in zip(inside, groups, strict=True)]
+
+    found = group_filter_check(right, low=low, high=high)
+    assert found, found
+    found = group_filter_check(finished, low=low, high=high, truncation=True)
+    assert found, found
+
+
+def test_broken_filters_are_diagnosed():
+    judge = group_filter_check
+    assert "3 verdicts" in judge(lambda groups: [True] * 3).likely
+    assert "raised ZeroDivisionError" in judge(lambda groups: 1 / 0).likely
+    assert "unequal rewards is dropped" in judge(lambda groups: [False] * len(groups)).likely
+    assert judge(lambda groups: [True] * len(groups)).index == "group 0, rewards [0, 0]"
+    unbounded = judge(lambda groups: [min(g) < max(g) for g in groups], low=0.2, high=0.8)
+    assert "outside the bounds is kept" in unbounded.likely
+    everything = judge(lambda groups: [len(set(g)) > 1 and g[0] != 0.25 for g in groups])
+    assert everything.worst == 1 and "[0.25, 0.5]" in everything.index
+
+
+@pytest.mark.parametrize(
+    ("fill", "says"),
+    [
+        (lambda sample: 1 / 0, "an exception instead of a stop"),
+        (lambda sample: [sample(8) for _ in range(10**9)], "no bound"),
+        (lambda sample: sample(3) and [], "without a reason"),
+        (lambda sample: ([], "budget spent"), ""),
+    ],
+)
+def test_dynamic_sampling_ends_and_says_why(fill, says):
+    right = lambda groups: [min(g) < max(g) for g in groups]  # noqa: E731
+    found = group_filter_check(right, fill_fn=fill)
+    assert bool(found) == (not says) and says in found.likely
