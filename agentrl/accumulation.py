@@ -110,10 +110,8 @@ def _check_wrapper(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     if isinstance(model, DistributedDataParallel) or _is(model, "fsdp", "FSDPModule"):
         return
     if any(_is(p, "tensor", "DTensor") for p in model.parameters()):
-        raise TypeError(
-            "model has sharded weights and is not sharded itself: pass the module that fully_shard "
-            "returned; tensor parallelism alone is not supported"
-        )
+        given = "model has sharded weights and is not sharded itself"
+        raise TypeError(f"{given}: pass the module that fully_shard returned")
     if group is None and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
             f"model is a bare {type(model).__name__}, and {dist.get_world_size()} ranks are "

@@ -200,28 +200,23 @@ class _ByPassRate:
             return found
 
         if rule["sampling"] == "dynamic":
-            indices, want = list(range(len(tasks))), min(cfg.prompts_per_step, len(tasks))
-            kept, sampled, reason = fill_groups(
-                lambda count: sample(draw_tasks(indices, count, generator)),
-                want,
-                rule["max_groups"],
-            )
+            everyone, want = range(len(tasks)), min(cfg.prompts_per_step, len(tasks))
+
+            def more(count: int) -> list[list[Trajectory]]:
+                return sample(draw_tasks(everyone, count, generator))
+
+            kept, sampled, reason = fill_groups(more, want, rule["max_groups"])
             found, paid = kept or sampled, [traj for group in sampled for traj in group]
             rewards = [traj.reward for traj in paid]
-            self.record |= {
-                "episodes": len(paid),
-                "tokens": sum(len(traj.ids) for traj in paid),
-                "reward": sum(rewards) / len(paid),
-                "zero_advantage": zero_advantage_groups(rewards, size).double().mean().item(),
-            }
+            zero = zero_advantage_groups(rewards, size).double().mean().item()
+            self.record |= {"episodes": len(paid), "reward": sum(rewards) / len(paid)}
+            self.record |= {"tokens": sum(len(traj.ids) for traj in paid), "zero_advantage": zero}
         else:
             rates = [estimate_pass_rate(seen, rule["estimate"]) for seen in groups]
             chosen, revisited = _choose(rates, cfg.prompts_per_step, rule, generator)
             found = sample(chosen + revisited) if chosen + revisited else []
-            empty = f"the pool is empty: {len(revisited)} revisited"
-            if rule["sampling"] == "proportional":
-                empty = "every weight is 0"
-            reason = "" if chosen else empty
+            why = {"filter": f"the pool is empty: {len(revisited)} revisited"}
+            reason = "" if chosen else why.get(rule["sampling"], "every weight is 0")
             if revisited:
                 rewards = [traj.reward for group in found[len(chosen) :] for traj in group]
                 zero = int(zero_advantage_groups(rewards, size).sum())
@@ -269,14 +264,9 @@ def train_curriculum(
     check.one_of("sampling", sampling, ("filter", "proportional", "dynamic"))
     check.one_of("estimate", estimate, _ESTIMATES)
     budget = 3 * cfg.prompts_per_step if max_groups is None else max_groups
-    rule = {
-        "low": float(low),
-        "high": float(high),
-        "revisit": check.integer("revisit", revisit, 0),
-        "estimate": estimate,
-        "sampling": sampling,
-        "max_groups": check.integer("max_groups", budget),
-    }
+    rule = {"low": float(low), "high": float(high), "estimate": estimate, "sampling": sampling}
+    rule["revisit"] = check.integer("revisit", revisit, 0)
+    rule["max_groups"] = check.integer("max_groups", budget)
     start = filter_by_pass_rate([0], [estimate_pass_rate([], estimate)], low, high)
     if sampling == "filter" and not start and not revisit:
         raise ValueError(f"low = {low}, high = {high} leave out the start 0.5, and revisit is 0")

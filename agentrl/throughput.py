@@ -48,6 +48,22 @@ __all__ = [
 ]
 
 
+def causal_pairs(lengths: Iterable[int], window: int | None = None) -> int:
+    """Count the pairs (query, key) of causal attention: sum of s(s + 1)/2 over sequences.
+
+    Args:
+        lengths: tokens of each sequence.
+        window: a query sees at most this many keys, itself included; by default all before it.
+    """
+    lengths = check.integers("lengths", lengths, 0)
+    seen, beyond = lengths, 0  # keys that the last query of each sequence sees, queries beyond it
+    if window is not None:
+        window = check.integer("window", window)
+        seen = [s if s < window else window for s in lengths]
+        beyond = sum(lengths) - sum(seen)
+    return sum([k * (k + 1) for k in seen]) // 2 + beyond * (window or 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """The shape of a decoder-only transformer: what its parameters, FLOPs and cache follow from.
@@ -309,22 +325,6 @@ def _sparse_layers(get: Callable[..., Any], kind: str) -> tuple[bool, ...]:
             raise ValueError(f"moe_layer_freq = {get('moe_layer_freq')}: missing is which layers")
         return tuple(i >= get("first_k_dense_replace") for i in layers)
     return tuple(True for _ in layers)
-
-
-def causal_pairs(lengths: Iterable[int], window: int | None = None) -> int:
-    """Count the pairs (query, key) of causal attention: sum of s(s + 1)/2 over sequences.
-
-    Args:
-        lengths: tokens of each sequence.
-        window: a query sees at most this many keys, itself included; by default all before it.
-    """
-    lengths = check.integers("lengths", lengths, 0)
-    seen, beyond = lengths, 0  # keys that the last query of each sequence sees, queries beyond it
-    if window is not None:
-        window = check.integer("window", window)
-        seen = [s if s < window else window for s in lengths]
-        beyond = sum(lengths) - sum(seen)
-    return sum([k * (k + 1) for k in seen]) // 2 + beyond * (window or 0)
 
 
 def forward_flops(shape: ModelShape, lengths: Sequence[int], *, pairs: str = "causal") -> int:
@@ -624,6 +624,7 @@ def step_cost(
     batch: float = 64,
     context: int = 16_384,
     busy: float = 0.5,
+    train_busy: float = 1.0,
     mfu: float = 0.4,
     prefill_mfu: float = 0.4,
     bandwidth_share: float = 1.0,
@@ -644,7 +645,8 @@ def step_cost(
             `prefill_tokens`, read at the mean cost of a token.
         batch: and `context`, `bandwidth_share`, bytes and `params` as in `decode_tokens_per_s`; no
             context is longer than of an agent that first reads all: tokens - policy_tokens / 2.
-        busy: the share of the rollout time in which a GPU decodes, between waits.
+        busy, train_busy: the share of its time in which a GPU for rollouts decodes, between waits
+            for tools, and in which one for training computes, between waits for rollouts.
         mfu, prefill_mfu: of training and scoring, and of prefill.
         old_passes: forward passes for old and reference log-probs.
     """
@@ -652,6 +654,7 @@ def step_cost(
     tokens = check.number("tokens", tokens, above=0)
     policy_tokens = check.number("policy_tokens", policy_tokens, 0, tokens)
     busy = check.number("busy", busy, above=0, most=1)
+    train_busy = check.number("train_busy", train_busy, above=0, most=1)
     prefill_mfu = check.number("prefill_mfu", prefill_mfu, above=0, most=1)
     old_passes = check.number("old_passes", old_passes, least=0)
     given = {name: value for name, value in locals().items() if name not in ("shape", "gpu")}
@@ -666,8 +669,8 @@ def step_cost(
     forward = partial(prefill_seconds, shape, gpu, lengths=[round(tokens)], params=params)
     scored = forward(mfu=mfu)
     seconds = {
-        "train": 3 * scored,
-        "old log-probs": old_passes * scored,
+        "train": 3 * scored / train_busy,
+        "old log-probs": old_passes * scored / train_busy,
         "prefill": forward(mfu=prefill_mfu) * reads / tokens,
         "decode": policy_tokens / rate / busy,
     }

@@ -217,6 +217,7 @@ def test_the_gpu_hours_to_the_digit():
         ({"prefill_mfu": 0.8}, {"prefill": 1 / 2}),
         ({"mfu": 0.8}, {"train": 1 / 2, "old log-probs": 1 / 2}),
         ({"busy": 0.25}, {"decode": 2}),
+        ({"train_busy": 0.5}, {"train": 2, "old log-probs": 2}),
     ],
 )
 def test_an_assumption_moves_its_parts_alone(change, factors):
@@ -421,7 +422,8 @@ def test_an_incomplete_config_is_named(config, message):
 
 
 IMPOSSIBLE = """
-    busy=0 busy=1.5 mfu=40 mfu=nan batch=-1 context=0 policy_tokens=30000.0 prompt_tokens=20000.0
+    busy=0 busy=1.5 train_busy=0 mfu=40 mfu=nan batch=-1 context=0 policy_tokens=30000.0
+    prompt_tokens=20000.0
     turn_reuse=2 group_reuse=-1 bandwidth_share=1.1 bytes_per_kv=0 bytes_per_weight=nan tokens=0
     old_passes=-1 old_passes=inf turns=0.5 group_size=0.5 episodes=0 params=-1.0 prefill_mfu=0
     context=21001 context=16384;tokens=12000
