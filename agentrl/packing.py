@@ -32,6 +32,18 @@ __all__ = [
 ]
 
 
+def block_mask(segment_ids: Tensor) -> Tensor:
+    """Say who may attend to whom: [R, L] -> bool [R, 1, L, L], True where row may see column.
+
+    A token sees its own segment up to itself. Padding sees itself alone, so that no row is empty.
+    """
+    L = check.shapes(segment_ids=(check.ids("segment_ids", segment_ids), "R L"))["L"]
+    same = segment_ids[:, :, None] == segment_ids[:, None]  # [R, L, L]
+    causal = torch.ones(L, L, dtype=torch.bool, device=segment_ids.device).tril()
+    itself = torch.eye(L, dtype=torch.bool, device=segment_ids.device)
+    return (same & causal & (segment_ids >= 0)[:, :, None] | itself)[:, None]
+
+
 def packing_plan(
     lengths: Sequence[int] | Tensor, max_tokens: int, strategy: str = "bfd"
 ) -> list[list[int]]:
@@ -248,18 +260,6 @@ def unpack(values: Tensor, packed: dict[str, Any]) -> list[Tensor]:
             out[i] = values[row, start : start + length - fewer]
             start += length
     return [out[i] for i in range(len(out))]
-
-
-def block_mask(segment_ids: Tensor) -> Tensor:
-    """Say who may attend to whom: [R, L] -> bool [R, 1, L, L], True where row may see column.
-
-    A token sees its own segment up to itself. Padding sees itself alone, so that no row is empty.
-    """
-    L = check.shapes(segment_ids=(check.ids("segment_ids", segment_ids), "R L"))["L"]
-    same = segment_ids[:, :, None] == segment_ids[:, None]  # [R, L, L]
-    causal = torch.ones(L, L, dtype=torch.bool, device=segment_ids.device).tril()
-    itself = torch.eye(L, dtype=torch.bool, device=segment_ids.device)
-    return (same & causal & (segment_ids >= 0)[:, :, None] | itself)[:, None]
 
 
 def segment_attention(
