@@ -177,27 +177,29 @@ def sample_groups(
     for r, row in enumerate(rows):
         if not row.ids:
             raise ValueError(f"episode {r}, of tasks[{r // group_size}], has an empty prompt")
-    cache = model.new_cache(len(rows)) if use_cache else None
     numbers: list[list[float]] = []  # by position and row
 
     def draw_numbers(positions: int) -> None:
         for _ in range(len(numbers), positions):
             numbers.append(torch.rand(len(rows), generator=generator, dtype=torch.float64).tolist())
 
-    alive = list(range(len(rows)))
-    while alive:
-        batch = [rows[r] for r in alive]
-        logits = _next_logits(model, batch, cache, device)
-        draw_numbers(1 + max(len(row.ids) for row in batch))
-        uniform = [numbers[len(row.ids)][r] for r, row in zip(alive, batch, strict=True)]
-        uniform = torch.tensor(uniform, dtype=torch.float64)
-        draws = zip(batch, *_draw(logits, uniform, temperature), strict=True)
-        for row, token, logp in draws:
-            row.take(token, logp)
-        kept = [k for k, row in enumerate(batch) if not row.env.done]
-        if cache is not None and 0 < len(kept) < len(batch):
-            cache.select(kept)
-        alive = [alive[k] for k in kept]
+    most = 256 if device.type == "cpu" else len(rows)  # what a processor's caches hold
+    for start in range(0, len(rows), most):
+        alive = list(range(start, min(start + most, len(rows))))
+        cache = model.new_cache(len(alive)) if use_cache else None
+        while alive:
+            batch = [rows[r] for r in alive]
+            logits = _next_logits(model, batch, cache, device)
+            draw_numbers(1 + max(len(row.ids) for row in batch))
+            uniform = [numbers[len(row.ids)][r] for r, row in zip(alive, batch, strict=True)]
+            uniform = torch.tensor(uniform, dtype=torch.float64)
+            draws = zip(batch, *_draw(logits, uniform, temperature), strict=True)
+            for row, token, logp in draws:
+                row.take(token, logp)
+            kept = [k for k, row in enumerate(batch) if not row.env.done]
+            if cache is not None and 0 < len(kept) < len(batch):
+                cache.select(kept)
+            alive = [alive[k] for k in kept]
     draw_numbers(max(len(row.ids) for row in rows))  # leave the generator where the episodes end
     return [row.trajectory() for row in rows]
 

@@ -366,7 +366,7 @@ def test_the_keyboard_opens_and_closes_folds(tab, site):
 
 def test_code_and_notebooks_are_taken_along(tab, site):
     tab.goto(f"{site}{CHAPTERS[0]}.html")
-    cell = tab.locator("div.highlight", has=tab.locator(".copybtn")).first
+    cell = tab.locator("div.highlight:visible", has=tab.locator(".copybtn")).first
     cell.hover()
     cell.locator(".copybtn").click()
     assert tab.evaluate("navigator.clipboard.readText()") == cell.inner_text().strip()
