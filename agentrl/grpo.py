@@ -274,10 +274,8 @@ class RLConfig(RolloutConfig):
         if self.weight_grid is not None:
             _check_grid("weight_grid", self.weight_grid)
             if 0 < self.lr < self.weight_grid / 2:
-                raise ValueError(
-                    f"lr = {self.lr}: steps below half of weight_grid = {self.weight_grid} are"
-                    " rounded away; set weight_grid to None"
-                )
+                lost = f"steps below half of weight_grid = {self.weight_grid} are rounded away"
+                raise ValueError(f"lr = {self.lr}: {lost}; set weight_grid to None")
 
     @property
     def _clip_high(self) -> float:
@@ -373,10 +371,8 @@ def step_normalizer(
     per_rank = gather_counts([len(counted), tokens, sequences], group, device)
     for rank, (number, *_) in enumerate(per_rank):
         if number != per_rank[0][0]:
-            raise ValueError(
-                f"rank {rank} has {number} microbatches and rank 0 has {per_rank[0][0]}: "
-                "all ranks need the same number"
-            )
+            unequal = f"rank {rank} has {number} microbatches and rank 0 has {per_rank[0][0]}"
+            raise ValueError(f"{unequal}: all ranks need the same number")
     check.not_empty("batches", counted)
     tokens, sequences = (max(sum(counts[k] for counts in per_rank), 1) for k in (1, 2))
     if loss_agg_mode == "token_mean":
@@ -386,8 +382,7 @@ def step_normalizer(
 
 def _count(name: str, batch: Tensor | Mapping[str, Tensor]) -> tuple[Tensor, Tensor | int]:
     """Count a microbatch's policy tokens, and its sequences that have one."""
-    if not isinstance(batch, Mapping):
-        batch = {"action_mask": batch}
+    batch = batch if isinstance(batch, Mapping) else {"action_mask": batch}
     mask = check.mask(name, batch.get("action_mask"))
     if "segment_ids" not in batch:
         check.shapes(**{name: (mask, "B T")})
