@@ -30,7 +30,7 @@ def record_arm(job: tuple[str, int, int]) -> dict[str, Any]:
 
     Returns:
         `weights` at the end; `history`, as of `train_curriculum`; `score`, the held-out pass rate
-        from 32 episodes of each task and its standard error.
+        from 16 episodes of each task and its standard error.
     """
     arm, seed, steps = job
     check.one_of("arm", arm, tuple(_ARMS))
@@ -42,7 +42,7 @@ def record_arm(job: tuple[str, int, int]) -> dict[str, Any]:
         tok = build_tokenizer(make_tasks())
         model = make_rl_base(tok)
         history = train_curriculum(model, make_tasks("train"), tok, cfg, steps, **options)
-        found = evaluate(model, make_tasks("heldout"), tok, episodes=32)
+        found = evaluate(model, make_tasks("heldout"), tok, episodes=16)
         score = (found["pass_rate"], found["stderr"])
         return {"weights": model.state_dict(), "history": history, "score": score}
 
